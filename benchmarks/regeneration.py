@@ -191,7 +191,7 @@ def speed(folder: Path, recipe: Path, overrides: list[str]) -> dict[str, Any]:
         config = load_recipe(recipe, [*overrides, f"generator.engine={engine}"])
         run = RunWithTarget(RunFolder(folder / engine), config, prepare_target(config.target))
         dialogues = [Dialogue(document) for document in read_documents(config.data.source)]
-        with closing(start_text_engine(run)) as started:
+        with closing(start_text_engine(run, folder)) as started:
             begun = time.perf_counter()
             tokens = sum(dialogue.tokens for dialogue in started.finished(iter(dialogues)))
             seconds = time.perf_counter() - begun

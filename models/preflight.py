@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event
 
 import torch
@@ -221,13 +222,15 @@ def check_prompts(run: RunWithTarget) -> None:
     prompts = list(read_excluded_prompts(data.exclude))
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
     SampleEncoder(tokenizer, data, run.config.target.add_bos, excluded=BenchmarkPrompts(prompts))
-    prompter, documents, refusals = recipe_prompter(run), 0, list[str]()
-    for document in counting(training_documents(data), "checking prompts"):
-        check_answerable(document)
-        documents += 1
-        dialogue = Dialogue(document)
-        if prompter.next(dialogue) is None:
-            refusals.append(dialogue.fault)
+    documents, refusals = 0, list[str]()
+    with TemporaryDirectory() as images:
+        prompter = recipe_prompter(run, Path(images))
+        for document in counting(training_documents(data), "checking prompts"):
+            check_answerable(document)
+            documents += 1
+            dialogue = Dialogue(document, data.images is not None)
+            if prompter.next(dialogue) is None:
+                refusals.append(dialogue.fault)
     check_refused(refusals, documents, data)
     if documents < 2:
         raise Refusal(f"data.source {data.source} holds {documents} documents: give at least two, one is held out")

@@ -15,7 +15,8 @@ from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants, SelectedLayers
 from models.benchmark.measure import CHAMPION, DRAFT, LEAST_CONVERSATIONS, PROMPT_LOOKUP, DrawnWalk, Walk, WalkedTexts
 from models.data.images import ImageProcessor
-from models.data.prompts import Prompt, seen_prompts
+from models.data.media import Prompt
+from models.data.prompts import seen_prompts
 from models.decoding.after_images import continue_seen
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.sampled_walk import walk_sampled

@@ -39,7 +39,8 @@ from models.benchmark.plots import (
 )
 from models.benchmark.result import build_result, gather, ground, request_counts, with_loads
 from models.benchmark.step_costs import measure_goodput
-from models.data.prompts import Prompt, heldout_prompts, suite_prompts
+from models.data.media import Prompt
+from models.data.prompts import heldout_prompts, suite_prompts
 from models.data.request_log import logged_texts
 from models.data.tokenizer import read_tokenizer
 from models.decoding.acceptance import acceptance_length, distinct_token_share

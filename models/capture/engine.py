@@ -18,7 +18,7 @@ from infra.records.data_path import ObjectRecord
 from infra.records.drafts import CapturePrecision
 from infra.refusal import Refusal
 from infra.transport.files import StoredTransport
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.run import PreparedRun
 from models.targets.architecture import media_ids
 from models.targets.hidden_states import HiddenStates

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from infra.files.atomic import sync_file
 from models.capture.engine import CaptureEngine, Continued
-from models.data.prompts import Prompt, heldout_prompts, seen_prompts
+from models.data.media import Prompt
+from models.data.prompts import heldout_prompts, seen_prompts
 from models.run import PreparedRun
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from infra.records.drafts import CapturePrecision
 from models.capture.engine import Captured, Continued, check_capture
 from models.data.images import ImageProcessor
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.decoding.after_images import continue_seen
 from models.decoding.continuations import continue_batch
 from models.devices import compute_device

@@ -97,10 +97,10 @@ class DataConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _regenerated_as_generated(self) -> Self:
-        if self.regeneration is not None and self.images is not None:
+        if self.regeneration is not None and self.regeneration.capture and self.images is not None:
             raise Refusal(
-                "data.regeneration answers prompts of text alone: leave data.images out, or give the target's own "
-                "answers to the images as data.source"
+                "data.regeneration.capture answers prompts of text alone: leave it out, and the target answers about "
+                "the images before they are captured"
             )
         if self.chat_template == "none" and self.images is not None:
             raise Refusal(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from infra.refusal import Refusal
 from models.config.data import LIVE, DataConfig
 from models.data import python_docs
-from models.data.media import IMAGE, Image, media_in, medium, seen_turns
+from models.data.media import IMAGE, Image, as_text, media_in, medium, seen_turns
 from models.data.reading import Row, converted, read_rows
 from models.data.sources import find_source
 
@@ -66,6 +66,8 @@ class Tokens:
     """Hash of the tokenizer that made them, if the record states it."""
     room: int = 0
     """Of a prompt that is answered while it is captured: most tokens of the answer."""
+    images: tuple[Image, ...] = ()
+    """Those that stand in it, in order."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ class Document:
     def content_hash(self) -> str:
         """Hash of the content; does not depend on the file."""
         if self.tokens:
-            parts = (part.ids.tobytes() + part.loss_mask.tobytes() for part in self.tokens)
+            parts = (
+                part.ids.tobytes() + part.loss_mask.tobytes() + "".join(map(as_text, part.images)).encode()
+                for part in self.tokens
+            )
             return hashlib.sha256(b"".join(parts)).hexdigest()
         return self._hash(str.strip)
 
@@ -305,7 +310,10 @@ def _generated(place: str, record: Mapping[str, Any]) -> tuple[Tokens, ...]:
     samples = record.get("generated")
     if not isinstance(samples, list) or not all(isinstance(one, dict) and "input_ids" in one for one in samples):
         return ()
-    return tuple(replace(_tokens(place, sample), room=int(sample.get("room", 0))) for sample in samples)
+    return tuple(
+        replace(_tokens(place, sample), room=int(sample.get("room", 0)), images=tuple(sample.get("images", ())))
+        for sample in samples
+    )
 
 
 def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:

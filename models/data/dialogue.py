@@ -7,6 +7,7 @@ client that sends the conversation back.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,10 +16,13 @@ from infra.refusal import Refusal
 from models.config.data import RegenerationConfig
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document, Message
+from models.data.images import ImageShelf
+from models.data.media import Image, Prompt
 from models.data.rendering import render_turn
 from models.data.samples import PLACEHOLDER, TEXT_ALONE, text_prefix
 from models.data.thinking import CLOSED, OPENED, split_thinking
 
+PLACEHOLDER_SAID = " holds a token that stands for an image, and there is none"
 _ANSWER, _THOUGHT = "\ue000", "\ue001"
 """Placeholders: private-use characters, which no template changes."""
 
@@ -32,6 +36,8 @@ class Generated:
     """1 where generated."""
     room: int = 0
     """Of a prompt that is answered while it is captured: most tokens of the answer."""
+    images: tuple[Image, ...] = ()
+    """Those that stand in it, in order."""
 
 
 @dataclass
@@ -39,6 +45,8 @@ class Dialogue:
     """Turns so far. The target's answers replace the given ones, and a missing last answer is added."""
 
     document: Document
+    sees: bool = False
+    """Whether the target is shown images."""
     turns: list[Message] = field(default_factory=list)
     samples: list[Generated] = field(default_factory=list)
     """What was asked and generated: several where a later prompt does not continue the earlier tokens."""
@@ -50,7 +58,7 @@ class Dialogue:
     """Why the dialogue ended before its last turn; empty if it did not."""
 
     def __post_init__(self) -> None:
-        if self.document.media:
+        if self.document.media and not (self.sees and self.document.images):
             self.fault = f"{self.document.place}: {self.document.media}{TEXT_ALONE}"
 
     @property
@@ -81,6 +89,7 @@ class Dialogue:
             self.samples.append(last)
         last.mask += [0] * (len(prompt) - len(last.ids)) + [1] * len(generated)
         last.ids = [*prompt, *generated]
+        last.images = self.so_far().images
         self.tokens += len(generated)
 
 
@@ -110,6 +119,7 @@ class Prompter:
         max_tokens: prompts of as many tokens leave no room for an answer in a sample.
         ends: tokens that end the target's answers.
         media_ids: the target's placeholder tokens of images, video and sound.
+        shelf: reads and keeps images; None: there are none.
     """
 
     def __init__(
@@ -122,15 +132,17 @@ class Prompter:
         max_tokens: int | None = None,
         ends: frozenset[int] = frozenset(),
         media_ids: tuple[int, ...] = (),
+        shelf: ImageShelf | None = None,
     ):
+        self._shelf = shelf
         self._tokenizer: Any = tokenizer
         self._template, self._settings = template, settings
         self._max_tokens, self._ends, self._media_ids = max_tokens, ends, frozenset(media_ids)
         self._text_prefix = text_prefix(tokenizer, add_bos)
         self._chat_prefix = [self._tokenizer.bos_token_id] if add_bos else []
 
-    def next(self, dialogue: Dialogue) -> list[int] | None:
-        """Token ids of the next prompt; None when the dialogue is over, perhaps by a fault."""
+    def next(self, dialogue: Dialogue) -> Prompt | None:
+        """The next prompt; None when the dialogue is over, perhaps by a fault."""
         return self._checked(dialogue) if dialogue.advance() else None
 
     def leave_open(self, dialogue: Dialogue) -> None:
@@ -141,45 +153,55 @@ class Prompter:
         dialogue.turns = list(given if opens else given[: generated[-1]])
         prompt = None if dialogue.fault else self._checked(dialogue)
         if prompt is not None:
-            dialogue.samples = [Generated(prompt, [0] * len(prompt), self._settings.max_new_tokens)]
+            ids = list(prompt.tokens)
+            dialogue.samples = [Generated(ids, [0] * len(ids), self._settings.max_new_tokens)]
 
-    def _checked(self, dialogue: Dialogue) -> list[int] | None:
-        """Token ids of the prompt for the next answer; None where it cannot be used, which is the dialogue's fault."""
+    def _checked(self, dialogue: Dialogue) -> Prompt | None:
+        """The prompt for the next answer; None where it cannot be used, which is the dialogue's fault."""
         try:
             prompt = self.prompt(dialogue.so_far())
         except UnrenderableError as error:
             dialogue.fault = str(error)
             return None
-        if not self._media_ids.isdisjoint(prompt):
+        if not prompt.images and not self._media_ids.isdisjoint(prompt.tokens):
             dialogue.fault = f"{dialogue.document.place}: {PLACEHOLDER}"
             return None
-        if self._max_tokens is not None and len(prompt) >= self._max_tokens:
+        if self._max_tokens is not None and len(prompt.tokens) >= self._max_tokens:
             dialogue.fault = (
-                f"{dialogue.document.place}: a prompt of {len(prompt)} tokens leaves no room for an answer: raise "
-                f"data.max_tokens ({self._max_tokens}), or leave the conversation out"
+                f"{dialogue.document.place}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer: "
+                f"raise data.max_tokens ({self._max_tokens}), or leave the conversation out"
             )
             return None
         return prompt
 
-    def prompt(self, document: Document) -> list[int]:
-        """Token ids that the target continues after the turns of `document`.
+    def prompt(self, document: Document) -> Prompt:
+        """What the target continues after the turns of `document`.
 
-        Raises UnrenderableError: the template refuses the turns.
+        Raises UnrenderableError: the template refuses the turns, or an image cannot be read.
         """
         if document.plain:
             ids = self._tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-            return [*self._text_prefix, *ids[: self._settings.prompt_tokens]]
-        text = self._prompt_text(document)
+            return Prompt((*self._text_prefix, *ids[: self._settings.prompt_tokens]))
+        text, images = self._prompt_text(document), tuple[Path, ...]()
+        if document.images and self._shelf is not None:
+            try:
+                text, _, names = self._shelf.expand(text, (), document.images)
+            except UnrenderableError as error:
+                raise UnrenderableError(f"{document.place}: {error}") from error
+            images = tuple(self._shelf.folder / name for name in names)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids if ids[:1] == self._chat_prefix else [*self._chat_prefix, *ids]
+        return Prompt(tuple(ids if ids[:1] == self._chat_prefix else [*self._chat_prefix, *ids]), images)
 
-    def answer(self, dialogue: Dialogue, prompt: list[int], tokens: list[int]) -> None:
-        """Add the continuation of `prompt` to the dialogue."""
+    def answer(self, dialogue: Dialogue, prompt: Prompt, tokens: list[int]) -> None:
+        """Add the continuation of `prompt` to the dialogue, which ends with one that has an image's token in it."""
+        if prompt.images and not self._media_ids.isdisjoint(tokens):
+            dialogue.fault = f"{dialogue.document.place}: the target's answer{PLACEHOLDER_SAID}"
+            return
         before = dialogue.so_far()
-        dialogue.add(prompt, tokens)
+        dialogue.add(prompt.tokens, tokens)
         dialogue.cut |= len(tokens) >= self._settings.max_new_tokens and tokens[-1] not in self._ends
         if dialogue.document.plain:
-            text = self._tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+            text = self._tokenizer.decode([*prompt.tokens, *tokens], skip_special_tokens=True)
             dialogue.turns = [replace(dialogue.document.messages[0], content=text)]
             return
         dialogue.turns.append(self._message(before, self._tokenizer.decode(tokens, skip_special_tokens=False)))

@@ -20,7 +20,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, proce
 
 from infra.refusal import Refusal
 from models.data.chat_template import UnrenderableError
-from models.data.media import Image
+from models.data.media import Image, Prompt
 from models.data.sources import FAULTS
 from models.data.thinking import Span
 
@@ -103,7 +103,7 @@ class ImageShelf:
     """Reads the images of conversations, inside the records or below `root`, and keeps them in `folder`."""
 
     def __init__(self, root: str, folder: Path, processor: ImageProcessor):
-        self._folder, self._processor, self._files = folder, processor, None
+        self.folder, self._processor, self._files = folder, processor, None
         self._keep = lru_cache(RECENT)(self._kept)
         if root == EMBEDDED:
             return
@@ -139,12 +139,16 @@ class ImageShelf:
             ]
         return "".join([*pieces, text[done:]]), tuple(moved), tuple(name for name, _ in kept)
 
+    def keep(self, image: Image) -> str:
+        """Name of the image's file in the folder. Raises UnrenderableError where it cannot be read."""
+        return self._keep(image)[0]
+
     def _kept(self, image: Image) -> tuple[str, str]:
         """Name of the image's file, and its tokens."""
         content = self._read(image)
         name, tokens = hashlib.sha256(content).hexdigest(), self._processor.tokens(opened(content))
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / name).write_bytes(content)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_bytes(content)
         return name, tokens
 
     def _read(self, image: Image) -> bytes:
@@ -170,6 +174,16 @@ class ImageShelf:
             return self._files.cat_file(f"{self._root}/{image}")
         except FAULTS as error:
             raise UnrenderableError(f"the image {image:.80} cannot be read below data.images ({error})") from error
+
+
+def asked_with(prompt: Prompt, media_ids: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
+    """A prompt as SGLang wants it: one placeholder for each image, which its own processor expands, and the files,
+    which the server reads from this machine's disk."""
+    if not prompt.images:
+        return list(prompt.tokens), {}
+    repeated = zip(prompt.tokens, (None, *prompt.tokens), strict=False)
+    asked = [token for token, before in repeated if token != before or token not in media_ids]
+    return asked, {"image_data": [path.as_uri() for path in prompt.images]}
 
 
 def opened(content: bytes) -> Pictures.Image:

@@ -131,7 +131,7 @@ def mask_generated(
         text, offsets = _decode(tokenizer, ids.tolist())
         spans = [(int(offsets[first, 0]), int(offsets[end - 1, 1])) for first, end in runs]
         mask = mask & _covered(offsets, [rest for span in spans for rest in answers_in(text, span, document)])
-    return MaskedTokens(ids, mask, len(runs), thinking)
+    return MaskedTokens(ids, mask, len(runs), thinking, images=tokens.images)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, NDArray[np.int64]]:

@@ -1,7 +1,10 @@
 """What a record holds beside text, and where: images, video and sound."""
 
+import base64
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 IMAGE = "\ufffc"
@@ -14,6 +17,19 @@ _BESIDE = "<image>"
 """Stands in a turn's text for the next of the images beside the turns (LLaVA's files)."""
 _KEYS = ("image", "image_url", "url", "path", "bytes", "input_image")
 """Of a part, and inside it, in the order in which they are looked up."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the files of the images that stand in them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Path, ...] = ()
+
+
+def as_text(image: Image) -> str:
+    """The image as a line of JSON can hold it."""
+    return image if isinstance(image, str) else f"data:;base64,{base64.b64encode(image).decode()}"
 
 
 def media_in(record: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from models.config.recipe import RunConfig
 from models.data.chat_template import NONE, OWN, open_chat_template
 from models.data.conversations import Document, Message, read_documents, read_records, source_hash
 from models.data.dialogue import Prompter
+from models.data.media import Prompt
 from models.data.reading import converted, whole
 from models.data.sample_set import SampleSet
 from models.data.samples import SampleEncoder
@@ -29,14 +30,6 @@ LEAST_TOKENS = 2
 SAMPLES_PER_PROMPT = 4
 """Samples read per prompt: some give none, or one that was seen before."""
 _MULTI_TURN = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and the files of the images that stand in them."""
-
-    tokens: tuple[int, ...]
-    images: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,11 +169,11 @@ def question_prompts(
     too_long = 0
     for question in _round_robin(questions):
         message = Message("text" if template is None else "user", question.text)
-        prompt = prompter.prompt(Document(question.place, (message,), plain=template is None))
+        prompt = prompter.prompt(Document(question.place, (message,), plain=template is None)).tokens
         if len(prompt) > prompt_tokens:
             too_long += 1
         elif len(prompt) > 1:
-            prompts.setdefault(tuple(prompt), question)
+            prompts.setdefault(prompt, question)
         if len(prompts) == count:
             break
     if len(prompts) < 2:

@@ -163,7 +163,12 @@ class SampleEncoder:
                     f"{self.tokenizer_hash or 'unknown':.16}: tokenize with the target's own, or give the text"
                 )
             mask = last_run(tokens.loss_mask) if self.config.turns == "last" else tokens.loss_mask
-            masked = MaskedTokens(tokens.ids, mask)
+            try:
+                names = tuple(self.shelf.keep(image) for image in tokens.images) if self.shelf else ()
+            except UnrenderableError as error:
+                counts.refusals.append(f"{place}: {error}")
+                continue
+            masked = MaskedTokens(tokens.ids, mask, images=names)
             if not document.plain:
                 mask_thinking = self.config.thinking == "mask"
                 masked = mask_generated(self.tokenizer, masked, document, mask_thinking=mask_thinking)

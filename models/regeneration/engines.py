@@ -1,8 +1,9 @@
 """Engines that answer dialogues with the target: SGLang on all GPUs of the pool, or transformers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +23,10 @@ from models.config.data import PLAIN_BATCH, RegenerationConfig
 from models.config.recipe import RunConfig
 from models.data.chat_template import open_chat_template
 from models.data.dialogue import Dialogue, Prompter
+from models.data.images import ImageProcessor, ImageShelf, asked_with
+from models.data.media import Prompt
 from models.data.tokenizer import read_tokenizer
+from models.decoding.after_images import continue_seen
 from models.decoding.continuations import continue_batch
 from models.devices import compute_device, leased_bytes
 from models.drafts.sampling import Sampling
@@ -46,12 +50,12 @@ class TextEngine(Protocol):
 class PlainTextEngine:
     """The target in transformers: the next answers of up to `PLAIN_BATCH` dialogues in one batch."""
 
-    def __init__(self, run: RunWithTarget):
-        path, config = Path(run.target.path), run.config
-        dtype = DTYPES[config.capture_dtype]
-        self._settings, self._prompter = regeneration_settings(run), recipe_prompter(run)
-        self._target = TargetModel.load(path, config.target.aux_layer_ids, dtype, compute_device())
-        self._ends = frozenset(run.target.eos_ids)
+    def __init__(self, run: RunWithTarget, images: Path):
+        self._path, config = Path(run.target.path), run.config
+        dtype, sees = DTYPES[config.capture_dtype], config.data.images is not None
+        self._settings, self._prompter = regeneration_settings(run), recipe_prompter(run, images)
+        self._target = TargetModel.load(self._path, config.target.aux_layer_ids, dtype, compute_device(), sees=sees)
+        self._ends, self._media_ids = frozenset(run.target.eos_ids), frozenset(run.target.media_ids)
         self._random = torch.Generator(self._target.device).manual_seed(config.seed)
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
@@ -64,16 +68,26 @@ class PlainTextEngine:
             asked = [(dialogue, prompt) for dialogue, prompt in zip(active, prompts, strict=True) if prompt is not None]
             yield from (dialogue for dialogue, prompt in zip(active, prompts, strict=True) if prompt is None)
             active = [dialogue for dialogue, _ in asked]
-            answers = continue_batch(
-                self._target,
-                [prompt for _, prompt in asked],
-                self._settings.max_new_tokens,
-                self._ends,
-                Sampling(self._settings.temperature, self._settings.top_p, self._random),
-                batch_size=PLAIN_BATCH,
-            )
+            answers = self._answers([prompt for _, prompt in asked])
             for (dialogue, prompt), tokens in zip(asked, answers, strict=True):
                 self._prompter.answer(dialogue, prompt, tokens)
+
+    def _answers(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+        """Prompts of text together, those with images one by one."""
+        sampling = Sampling(self._settings.temperature, self._settings.top_p, self._random)
+        most, texts = self._settings.max_new_tokens, [prompt.tokens for prompt in prompts if not prompt.images]
+        plain = iter(continue_batch(self._target, texts, most, self._ends, sampling, batch_size=PLAIN_BATCH))
+        for prompt in prompts:
+            if not prompt.images:
+                yield next(plain)
+                continue
+            tokens = torch.tensor(prompt.tokens)
+            seen = self._images.inputs(tokens, prompt.images, self._target.head_weight)
+            yield continue_seen(self._target, tokens, seen, most, self._ends | self._media_ids, sampling)
+
+    @cached_property
+    def _images(self) -> ImageProcessor:
+        return ImageProcessor(self._path)
 
     def close(self) -> None:
         """Nothing to stop."""
@@ -107,7 +121,7 @@ def copies_on(config: RunConfig, gpus: list[int]) -> Copies:
 class SGLangTextEngine:
     """Starts its own server. A thread answers a dialogue to its end, so that no request waits for another's answer."""
 
-    def __init__(self, run: RunWithTarget):
+    def __init__(self, run: RunWithTarget, images: Path):
         config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
         copies = copies_on(run.config, leased_bytes())
         self._in_flight = copies.in_flight
@@ -123,7 +137,8 @@ class SGLangTextEngine:
         )
         timeout_s = config.sglang.request_timeout_s + settings.max_new_tokens * SLOWEST_TOKEN_S
         self._client = SGLangClient(self._server, timeout_s)
-        self._prompter, self._tokenizing = recipe_prompter(run), Lock()
+        self._prompter, self._tokenizing = recipe_prompter(run, images), Lock()
+        self._media_ids = run.target.media_ids
         self._sampling: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -158,7 +173,8 @@ class SGLangTextEngine:
                 prompt = self._prompter.next(dialogue)
             if prompt is None:
                 return dialogue
-            tokens = self._client.generate(prompt, self._sampling).tokens
+            asked, more = asked_with(prompt, self._media_ids)
+            tokens = self._client.generate(asked, self._sampling, **more).tokens
             with self._tokenizing:
                 self._prompter.answer(dialogue, prompt, tokens)
 
@@ -167,8 +183,11 @@ class SGLangTextEngine:
         self._client.close()
 
 
-def recipe_prompter(run: RunWithTarget) -> Prompter:
-    """What makes the run's prompts. Raises Refusal for a chat template that cannot be used."""
+def recipe_prompter(run: RunWithTarget, images: Path) -> Prompter:
+    """What makes the run's prompts; it keeps their images in the folder `images`.
+
+    Raises Refusal for a chat template that cannot be used.
+    """
     data, path = run.config.data, Path(run.target.path)
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
     ends = frozenset(run.target.eos_ids)
@@ -180,12 +199,14 @@ def recipe_prompter(run: RunWithTarget) -> Prompter:
         max_tokens=data.max_tokens,
         ends=ends,
         media_ids=run.target.media_ids,
+        shelf=None if data.images is None else ImageShelf(data.images, images, ImageProcessor(path)),
     )
 
 
-def start_text_engine(run: RunWithTarget) -> TextEngine:
-    """The engine of the run's configuration. Raises Refusal for a faulty setup."""
-    return SGLangTextEngine(run) if run.config.generator.engine == "sglang" else PlainTextEngine(run)
+def start_text_engine(run: RunWithTarget, images: Path) -> TextEngine:
+    """The engine of the run's configuration; see `recipe_prompter`. Raises Refusal for a faulty setup."""
+    kind = SGLangTextEngine if run.config.generator.engine == "sglang" else PlainTextEngine
+    return kind(run, images)
 
 
 def regeneration_settings(run: RunWithTarget) -> RegenerationConfig:

@@ -13,7 +13,9 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,8 @@ from models.config.recipe import read_config
 from models.data.chat_template import NONE, open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.dialogue import Dialogue, check_answerable
+from models.data.images import images_hash
+from models.data.media import as_text
 from models.data.outcomes import SHOWN_REFUSALS, check_refused
 from models.data.prepare import tokenizer_hash
 from models.data.tokenizer import read_tokenizer
@@ -106,6 +110,7 @@ def _key(run: RunWithTarget) -> str:
         config.capture_dtype,
         config.seed,
         config.data.answered_before,
+        *([] if config.data.images is None else [images_hash(config.data.images)]),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -115,7 +120,7 @@ def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
     dialogues: dict[str, Dialogue] = {}
     for document in training_documents(run.config.data):
         check_answerable(document)
-        dialogue = Dialogue(document)
+        dialogue = Dialogue(document, run.config.data.images is not None)
         dialogues.setdefault(dialogue.asked, dialogue)
     return dialogues
 
@@ -131,7 +136,10 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
     unanswered = [dialogue for dialogue in before if dialogue.asked not in done]
     if done:
         print(f"{len(done)} of {len(before)} documents were regenerated before", flush=True)
-    with closing(start_text_engine(run)) as engine, part.open("a") as written, bars() as bar:
+    with (
+        TemporaryDirectory() as images, closing(start_text_engine(run, Path(images))) as engine,
+        part.open("a") as written, bars() as bar,
+    ):  # fmt: skip
         advance, synced = bar("regenerated documents", len(unanswered)), time.monotonic()
         for dialogue in engine.finished(iter(unanswered)):
             done[dialogue.asked] = as_line(_as_record(dialogue))
@@ -141,9 +149,11 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
                 os.fsync(written.fileno())
                 synced = time.monotonic()
             advance(1)
-    prompter = recipe_prompter(run)
+    with TemporaryDirectory() as images:
+        prompter = recipe_prompter(run, Path(images))
+        for dialogue in later:
+            prompter.leave_open(dialogue)
     for dialogue in later:
-        prompter.leave_open(dialogue)
         done[dialogue.asked] = as_line(_as_record(dialogue))
     lines = [done[dialogue.asked] for dialogue in dialogues]
     records = [json.loads(line) for line in lines]
@@ -173,9 +183,13 @@ def _as_record(dialogue: Dialogue) -> dict[str, object]:
         record: dict[str, object] = {"text": document.text}
     else:
         tools = {"tools": [dict(tool) for tool in document.tools]} if document.tools else {}
-        record = {"messages": [message.as_dict() for message in document.messages], **tools}
+        # Images are those of the tokens; in the turns their places are left.
+        turns = [replace(message, images=()).as_dict() for message in document.messages]
+        record = {"messages": turns, **tools}
     generated = [
-        {"input_ids": sample.ids, "loss_mask": sample.mask} | ({"room": sample.room} if sample.room else {})
+        {"input_ids": sample.ids, "loss_mask": sample.mask}
+        | ({"room": sample.room} if sample.room else {})
+        | ({"images": [as_text(image) for image in sample.images]} if sample.images else {})
         for sample in dialogue.samples
     ]
     counts = {"asked": dialogue.asked, "tokens": dialogue.tokens, "cut": dialogue.cut, "fault": dialogue.fault}

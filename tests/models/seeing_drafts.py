@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.capture.engine import Continued
 from models.capture.plain_engine import PlainEngine
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.decoding.acceptance import AcceptedCounts
 from models.decoding.simulated import simulate
 from models.drafts.base import Draft, PackedSamples, TargetProjection

@@ -38,8 +38,8 @@ from models.capture.ranking import check_ranking
 from models.capture.sglang.model_class import CAPTURED_AS
 from models.capture.sglang.plugin import NAME
 from models.capture.sglang.tap import capture_spec_of
-from models.data.images import ImageProcessor
-from models.data.prompts import Prompt
+from models.data.images import ImageProcessor, asked_with
+from models.data.media import Prompt
 from models.decoding.plain import end_of
 from models.dtypes import DTYPES
 from models.run import PreparedRun
@@ -135,7 +135,7 @@ class SGLangEngine:
         """Answer one prompt. Returns the hidden states of all that was read in the transport, and the answer."""
         asked = {**sampling, "custom_params": self._marks(key)}
         try:
-            prompt, more = asked_with(tokens, images, self.run.target.media_ids)
+            prompt, more = asked_with(Prompt(tuple(tokens.tolist()), tuple(images)), self.run.target.media_ids)
             answer = self._client.generate(prompt, asked, **more, **self._settings())
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
@@ -270,16 +270,6 @@ class SGLangEngine:
         if not self.waits:
             self.server.stop()
         self._client.close()
-
-
-def asked_with(tokens: Tensor, images: Sequence[Path], media_ids: Sequence[int]) -> tuple[list[int], dict[str, Any]]:
-    """A prompt with images as SGLang wants it: one placeholder for each, which its own processor expands, and the
-    files, which the server reads from this machine's disk."""
-    if not images:
-        return tokens.tolist(), {}
-    media = torch.isin(tokens, torch.tensor(media_ids))
-    again = torch.cat([torch.zeros(1, dtype=torch.bool), tokens[1:] == tokens[:-1]])
-    return tokens[~(media & again)].tolist(), {"image_data": [path.as_uri() for path in images]}
 
 
 def _as_captured(settings: SGLangConfig, target: Path) -> SGLangConfig:

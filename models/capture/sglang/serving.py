@@ -18,7 +18,7 @@ from models.capture.live_texts import LiveFilter, private_data_finder
 from models.capture.sglang.engine import PREFILL, SGLangEngine
 from models.capture.sglang.live import PASSWORD
 from models.capture.sglang.tap import Tap, open_tap, wanted_of
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.decoding.plain import end_of
 from models.run import PreparedRun
 from models.targets.layout import SampleError

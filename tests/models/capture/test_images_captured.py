@@ -15,7 +15,8 @@ from infra.refusal import Refusal
 from models.capture.heldout import read_heldout
 from models.capture.plain_engine import PlainEngine
 from models.data.images import ImageProcessor
-from models.data.prompts import Prompt, seen_prompts
+from models.data.media import Prompt
+from models.data.prompts import seen_prompts
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel

@@ -76,18 +76,17 @@ def test_the_next_prompt_is_a_client_s(name: str, reasons: bool) -> None:
     assert second is not None
     client = [*asked, Message("assistant", "one", message.reasoning), Message("user", "b")]
     rendered = template.render([turn.as_dict() for turn in client], prompt=True)
-    shown = template.tokenizer.decode(second)
+    shown = template.tokenizer.decode(list(second.tokens))
     assert "".join(str(shown).split()) == "".join(rendered.split())
     prompter.answer(dialogue, second, ids)
     assert prompter.next(dialogue) is None
     generated = [(sample.ids, sample.mask) for sample in dialogue.samples]
+    one, two, said = list(first.tokens), list(second.tokens), [1] * len(ids)
     if len(generated) == 1:
-        assert second[: len(first) + len(ids)] == first + ids
-        assert generated == [
-            (second + ids, [0] * len(first) + [1] * len(ids) + [0] * (len(second) - len(first + ids)) + [1] * len(ids))
-        ]
+        assert two[: len(one) + len(ids)] == one + ids
+        assert generated == [(two + ids, [0] * len(one) + said + [0] * (len(two) - len(one + ids)) + said)]
     else:
-        assert generated == [(asked + ids, [0] * len(asked) + [1] * len(ids)) for asked in (first, second)]
+        assert generated == [(asked + ids, [0] * len(asked) + said) for asked in (one, two)]
 
 
 CUT = {
@@ -111,7 +110,7 @@ def test_answers_that_are_cut_or_call_a_tool(name: str) -> None:
     prompter.answer(dialogue, prompt, ids)
     assert dialogue.turns[-1] == Message("assistant", content, reasoning)
     assert dialogue.cut == (not text.endswith("<eos>"))
-    assert dialogue.samples[0].ids == prompt + ids
+    assert dialogue.samples[0].ids == [*prompt.tokens, *ids]
 
 
 @pytest.fixture
@@ -211,7 +210,7 @@ def test_an_engine_goes_on_after_a_batch_of_prompts_that_cannot_be_asked(
     dialogues = [
         Dialogue(Document(str(n), (Message("user", "ab" * 20 if n < 40 else ""),), plain=False)) for n in range(43)
     ]
-    finished = list(PlainTextEngine(run).finished(iter(dialogues)))
+    finished = list(PlainTextEngine(run, tmp_path).finished(iter(dialogues)))
     assert len(finished) == 43
     assert [bool(dialogue.fault) for dialogue in dialogues] == [True] * 40 + [False] * 3
     assert [len(dialogue.samples) for dialogue in dialogues] == [0] * 40 + [1] * 3

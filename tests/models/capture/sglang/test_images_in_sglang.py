@@ -10,8 +10,9 @@ import torch
 from infra.files.atomic import write_atomically
 from models.capture.sglang.engine import SGLangEngine
 from models.data.images import ImageProcessor
+from models.data.media import Prompt
 from models.data.prepare import prepare_samples
-from models.data.prompts import Prompt, seen_prompts
+from models.data.prompts import seen_prompts
 from models.run import PreparedRun
 from models.targets.model import TargetModel
 from tests.models.seeing_targets import EAGLE3, MEDUSA, SETTINGS, seeing_target, write_source

@@ -12,7 +12,7 @@ from PIL import Image
 from infra.files.atomic import write_atomically
 from models.benchmark.served import counts_of, setup_of
 from models.capture.plain_engine import PlainEngine
-from models.capture.sglang.engine import asked_with
+from models.data.images import asked_with
 from models.data.prepare import prepare_samples
 from models.data.prompts import seen_prompts
 from models.decoding.acceptance import acceptance_length
@@ -55,7 +55,7 @@ def test_steps_after_an_image_are_those_of_the_walk(
     write_export(draft, tmp_path / "export", {}, read_served_target(Path(target.path)))
     with replace(setup_of(run), max_new_tokens=WORDS).serving(tmp_path / "export", LOOKAHEAD) as client:
         for prompt, text, counts in zip(prompts, texts, expected, strict=True):
-            asked, more = asked_with(torch.tensor(prompt.tokens), prompt.images, target.media_ids)
+            asked, more = asked_with(prompt, target.media_ids)
             answer = client.generate(asked, setup_of(run).greedy, in_steps=True, **more)
             assert answer.tokens == list(text.continuation)
             # The server may send steps together: their order is lost then.

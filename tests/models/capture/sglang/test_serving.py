@@ -19,7 +19,7 @@ from infra.records.data_path import TargetRecord
 from infra.sglang.config import SGLangConfig
 from models.capture.engine import Captured
 from models.capture.sglang.serving import ServingEngine
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.decoding.plain import continue_greedily
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates

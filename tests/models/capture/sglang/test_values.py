@@ -23,7 +23,7 @@ from models.capture.engine import EngineError
 from models.capture.sglang.engine import SGLangEngine
 from models.config.recipe import load_recipe
 from models.config.target import TargetConfig
-from models.data.prompts import Prompt
+from models.data.media import Prompt
 from models.decoding.plain import continue_greedily
 from models.decoding.simulated import features
 from models.run import PreparedRun
