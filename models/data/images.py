@@ -58,8 +58,8 @@ class ImageProcessor:
 
     @property
     def repeats_mark(self) -> bool:
-        """Whether an image's tokens are the mark's, again and again."""
-        return self._processor.tokenizer.convert_tokens_to_ids(self.mark) in self._processor.image_token_ids
+        """Whether an image's tokens are the mark's, again and again, and no other."""
+        return self._processor.image_token_ids == [self._processor.tokenizer.convert_tokens_to_ids(self.mark)]
 
     def tokens(self, image: Pictures.Image) -> str:
         """The text of the tokens that stand for an image."""
@@ -73,9 +73,11 @@ class ImageProcessor:
         pictures = [opened(path.read_bytes()) for path in images]
         values = self._processor._process_images(pictures, return_tensors="pt")[0]
         kinds = self._processor.create_mm_token_type_ids([tokens.tolist()])
-        name = next(name for name in self._processor.model_input_names if name.endswith("token_type_ids"))
+        # Not all families read them.
+        names = [name for name in self._processor.model_input_names if name.endswith("token_type_ids")][:1]
         unused = self._processor.unused_input_names
-        found = {key: value for key, value in values.items() if key not in unused} | {name: torch.tensor(kinds)}
+        found = {key: value for key, value in values.items() if key not in unused}
+        found |= {name: torch.tensor(kinds) for name in names}
         if like is None:
             return found
         return {key: value.to(like if value.is_floating_point() else like.device) for key, value in found.items()}
