@@ -275,8 +275,7 @@ def keep_embedded(original: Callable[..., Tensor | None], *arguments: Any, **nam
     """Hook around what makes the embeddings of a batch with images: the first layer's norm may overwrite them."""
     found = original(*arguments, **named)
     (batch,) = (one for one in (*arguments, *named.values()) if hasattr(one, "mm_input_embeds"))
-    spec = capture_spec()
-    if batch.mm_input_embeds is not None and spec is not None and spec.embedded:
+    if batch.mm_input_embeds is not None:
         batch.mm_input_embeds = batch.mm_input_embeds.clone()
     return found
 
@@ -314,7 +313,9 @@ def register() -> None:
     if live_socket() is not None:
         HookRegistry.register(SCHEDULER, listen_for_runs, HookType.AFTER)
         HookRegistry.register(LOGITS, keep_last, HookType.AFTER)
-    if capture_spec() is not None or live_socket() is not None:
+    spec = capture_spec()
+    if spec is not None or live_socket() is not None:
         HookRegistry.register(RUN_BATCH, after_run_batch, HookType.AFTER)
         HookRegistry.register(STREAM_OUTPUT, hold_replies, HookType.AROUND)
+    if spec is not None and spec.embedded:
         HookRegistry.register(EMBEDDED, keep_embedded, HookType.AROUND)
