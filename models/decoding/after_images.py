@@ -26,8 +26,7 @@ def continue_seen(
     `ends` are the tokens that end a text. Those that stand for images must be among them: such a text could not be read
     again, since there is no image.
 
-    By transformers itself, with no more than `sampling` of its own settings: a target's generation configuration may
-    punish repetition, which nothing else here does.
+    By transformers itself, of whose settings for sampling none is used.
     """
     model: Any = target.model
     settings = GenerationConfig(

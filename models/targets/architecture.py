@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     DeepseekV3Config,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -55,7 +56,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a target, with the attention that transformers chooses for it. `sees`: it reads images."""
     config = read_model_config(folder)
-    return model_class(config, sees).from_pretrained(folder, config=config, dtype=dtype).to(device)
+    model = model_class(config, sees).from_pretrained(folder, config=config, dtype=dtype)
+    # The folder's would be mixed into every call of `generate`, a penalty for repetition for instance.
+    model.generation_config = GenerationConfig()
+    return model.to(device)
 
 
 def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> PreTrainedModel:

@@ -13,14 +13,13 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from infra.refusal import Refusal
+from models.config.axes import AXES
 from models.targets.architecture import decoder_of, load_model, load_streamed, read_model_config
 from models.targets.hidden_states import HiddenStates
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 GENERATION_CONFIG = "generation_config.json"
-AXES = 3
-"""Time, height and width of an image's parts."""
 
 
 @dataclass(frozen=True)

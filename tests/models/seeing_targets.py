@@ -90,6 +90,9 @@ def seeing_target(name: str, folder: Path, tokenizer: str, layers: tuple[int, ..
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "preprocessor_config.json").write_text(json.dumps(images | {"processor_class": processor}))
     (folder / "chat_template.jinja").write_text(TEMPLATE.replace("MARK", mark))
+    # As Qwen2.5-VL's makers recommend, but more: nothing here but the makers' temperature and top-p is taken from it.
+    recommended = {"do_sample": True, "temperature": 1.0, "repetition_penalty": 5.0}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
     return prepare_target(TargetConfig(name=str(folder), aux_layer_ids=layers))
 
 
