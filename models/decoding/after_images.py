@@ -44,7 +44,8 @@ def continue_seen(
             # transformers draws from torch's own generator.
             drawn = torch.randint(2**62, (1,), generator=sampling.generator, device=sampling.generator.device)
             torch.manual_seed(int(drawn))
-        answer = model.generate(
-            prompt[None].to(target.device), **seen, generation_config=settings, logits_processor=own
-        )
+        tokens = prompt[None].to(target.device)
+        # Otherwise tokens that are equal to the one for padding would be taken for padding.
+        whole = torch.ones_like(tokens)
+        answer = model.generate(tokens, attention_mask=whole, **seen, generation_config=settings, logits_processor=own)
     return end_of(answer[0, len(prompt) :].tolist(), ends)

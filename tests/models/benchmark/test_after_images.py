@@ -5,22 +5,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import chisquare
 
 from infra.files.run_folder import RunFolder
 from models.benchmark.after_images import GROUND, image_prompts, measure_after_images
-from models.benchmark.contestants import load_contestants
+from models.benchmark.contestants import draft_of, load_contestants
 from models.benchmark.measure import DRAFT, LEAST_CONVERSATIONS, PROMPT_LOOKUP, at
 from models.benchmark.run import benchmark_run
 from models.capture.plain_engine import PlainEngine
+from models.data.images import ImageProcessor
 from models.data.prompts import seen_prompts
 from models.decoding.acceptance import acceptance_length
+from models.decoding.after_images import continue_seen
+from models.drafts.sampling import Sampling
 from models.export.served_target import read_served_target
 from models.export.sglang import write_export
 from models.run import PreparedRun
 from tests.models.seeing_drafts import DRAFT as BY_HEART
 from tests.models.seeing_drafts import LOOKAHEAD, learned_by_heart, sample_of, walk
 
-WORDS = 24
+WORDS, DRAWS = 24, 600
 
 
 @pytest.fixture
@@ -51,13 +55,13 @@ def test_walks_after_images_are_those_of_captured_texts(family: str, exported: C
     found = measure_after_images(run, contestants, prompts)
     texts = PlainEngine(run).continue_greedily(prompts, WORDS)
     assert found.texts == [list(text.continuation) for text in texts]
-    assert at(found.walks[DRAFT], LOOKAHEAD) == [walk(contestants.draft, text, media) for text in texts]
+    assert at(found.walks[DRAFT], LOOKAHEAD) == [walk(draft_of(contestants.draft), text, media) for text in texts]
     assert acceptance_length(at(found.walks[DRAFT], LOOKAHEAD)[:4]) > 1.3
     assert len(found.walks[PROMPT_LOOKUP]) == len(prompts)
     assert not found.drawn
 
 
-def test_sampled_texts_are_drawn_by_the_targets_law(exported: Callable[..., PreparedRun]) -> None:
+def test_sampled_texts_and_walks_follow_from_the_seed(exported: Callable[..., PreparedRun]) -> None:
     run = exported("qwen2_5_vl", "sampled")
     contestants = load_contestants(Path(run.target.path), [run.folder.export], torch.float32, sees=True)
     prompts = image_prompts(run)
@@ -65,6 +69,23 @@ def test_sampled_texts_are_drawn_by_the_targets_law(exported: Callable[..., Prep
     assert found.texts == again.texts
     assert [len(walks) for walks in (found.walks[DRAFT], found.drawn[DRAFT])] == [len(prompts)] * 2
     assert found.drawn.keys() == {DRAFT}
+
+
+def test_texts_about_images_are_drawn_by_the_law_of_all_others(seeing_run: Callable[..., RunFolder]) -> None:
+    run = PreparedRun.open(seeing_run("qwen2_5_vl").path)
+    engine, law = PlainEngine(run), Sampling(temperature=0.8, top_p=0.9, top_k=5)
+    (prompt,) = seen_prompts(run.open_samples("heldout"), 1, run.samples.longest)
+    tokens = torch.tensor(prompt.tokens)
+    expected = law.distribution(engine.target.logits(engine.prefill(tokens, prompt.images).last[-1:]))[0]
+    seen = ImageProcessor(Path(run.target.path)).inputs(tokens, prompt.images)
+    drawing = law.seeded(7, engine.target.device)
+    drawn = [continue_seen(engine.target, tokens, seen, 1, frozenset(), drawing)[0] for _ in range(DRAWS)]
+    counts = torch.bincount(torch.tensor(drawn), minlength=len(expected))
+    kept = expected > 0
+    assert 2 <= int(kept.sum()) <= 5
+    assert not counts[~kept].any()
+    wanted = expected[kept].double() / expected[kept].double().sum() * DRAWS
+    assert chisquare(counts[kept].numpy(), wanted.numpy()).pvalue > 1e-3
 
 
 def test_the_gate_has_a_ground_of_prompts_with_images(
