@@ -9,8 +9,8 @@ folder = retrain(load_recipe(Path("recipes/quickstart.yaml")))
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from infra.refusal import Refusal
 
@@ -28,7 +28,8 @@ def retrain(config: "RunConfig", run: str | None = None) -> str:
     with _ready_for_flows():
         from flows.retrain_draft import retrain as flow
 
-    return flow(config, run)
+    with _Interruptible():
+        return flow(config, run)
 
 
 def regenerate(config: "RunConfig") -> str:
@@ -36,7 +37,19 @@ def regenerate(config: "RunConfig") -> str:
     with _ready_for_flows():
         from flows.regenerate_text import regenerate as flow
 
-    return flow(config)
+    with _Interruptible():
+        return flow(config)
+
+
+class _Interruptible(AbstractContextManager[None]):
+    """Ctrl-C while Prefect 3.8 starts a task ends in an error of its own ("Task run is not set")."""
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        before = error
+        while before is not None:
+            if isinstance(before, KeyboardInterrupt) and before is not error:
+                raise KeyboardInterrupt from error
+            before = before.__cause__ or before.__context__
 
 
 @contextmanager

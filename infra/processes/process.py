@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -78,6 +79,8 @@ class Process:
     _read: int
     """Bytes of the log that were already forwarded."""
     _partial: bytes = field(default=b"")
+    _reaping: threading.Lock = field(default_factory=threading.Lock)
+    """One thread may wait for the end that another one finds."""
 
     @property
     def pid(self) -> int:
@@ -86,8 +89,9 @@ class Process:
 
     def poll(self) -> int | None:
         """The exit status, 128 + n after signal n, or None while the command runs."""
-        if self._has_ended():
-            self._reap()
+        with self._reaping:
+            if self._has_ended():
+                self._reap()
         status = self._supervisor.returncode
         return 128 - status if status is not None and status < 0 else status
 
@@ -137,12 +141,26 @@ class Process:
         """SIGTERM, grace, SIGKILL for the whole group; returns when nothing is left. Idempotent."""
         if self.poll() is not None:
             return
-        signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
-        if not self._has_ended(self.grace_s + STOP_MARGIN_S):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        if not self._has_ended(STOP_MARGIN_S):
+        self._send(signal.SIGTERM)
+        if not self._ends(self.grace_s + STOP_MARGIN_S):
+            self._send(signal.SIGKILL)
+        if not self._ends(STOP_MARGIN_S):
             raise TimeoutError(f"the supervisor of the {self.role}, process {self.pid}, does not die")
-        self._reap()
+
+    def _send(self, number: signal.Signals) -> None:
+        with self._reaping:
+            if self._supervisor.returncode is None:
+                signal.pidfd_send_signal(self._descriptor, number)
+
+    def _ends(self, timeout_s: float) -> bool:
+        """Whether the command ends within a time."""
+        deadline = time.monotonic() + timeout_s
+        while self.poll() is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            self._has_ended(min(left, POLL_S))
+        return True
 
     def _has_ended(self, timeout_s: float = 0.0) -> bool:
         """Whether the supervisor ends within a time and waits to be reaped."""

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import psutil
 import pytest
@@ -113,6 +115,28 @@ def test_stopping_leaves_nothing_even_in_other_sessions(
     process.stop()
     process.stop()
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_one_thread_may_stop_what_another_one_finds_ended(tmp_path: Path) -> None:
+    """As a request's thread does that asks why its server does not answer."""
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(8):
+            process, ended = run_shell(tmp_path, "exec sleep 600"), Event()
+
+            def look(process: Process, ended: Event) -> None:
+                while not ended.is_set() and process.poll() is None:
+                    pass
+
+            watching = [threads.submit(look, process, ended) for _ in range(2)]
+            stopping = [threads.submit(process.stop) for _ in range(2)]
+            try:
+                for one in stopping:
+                    one.result(timeout=WAIT_S)
+            finally:
+                ended.set()
+            for one in watching:
+                one.result(timeout=WAIT_S)
+            assert process.poll() is not None
 
 
 def test_a_crashed_command_leaves_no_orphans(tmp_path: Path) -> None:
