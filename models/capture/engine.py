@@ -219,7 +219,7 @@ def check_embedded(
     if captured.places is None or not torch.equal(captured.places.cpu(), own.places[0].cpu()):
         raise Refusal("canary: positions of an image's parts differ from those of a plain forward")
     shown = torch.isin(tokens, torch.tensor(media_ids(target.model.config)))
-    found, expected = captured.embedded[shown], own.embedded[0].cpu()[shown]
+    found, expected = captured.embedded.cpu()[shown], own.embedded[0].cpu()[shown]
     _compare("what the first layer reads of an image", found, expected, tolerance)
 
 

@@ -192,11 +192,6 @@ class LossChoice(StrictConfig):
     )
 
     @property
-    def obstacle_to_images(self) -> str:
-        """Why a draft that reads embeddings cannot read those of images, with the remedy; empty if it can."""
-        return ""
-
-    @property
     def needs_mass(self) -> bool:
         """The acceptance rate is that of the target's true probabilities."""
         return self.loss != "kl"

@@ -129,6 +129,7 @@ def test_wrong_embeddings_of_an_image_do_not_pass_the_canary(seeing_run: Callabl
     [
         ("qwen2_5_vl", MEDUSA, "float32"),
         ("qwen2_5_vl", EAGLE3, "float32"),
+        ("qwen2_5_vl", EAGLE3, "bfloat16"),
         ("qwen2_5_vl", EAGLE3, "float8"),
         ("qwen3_5", MTP, "float32"),
         ("qwen2_5_vl", EAGLE3[:-1] + ", mrope_section: [2, 1, 1]}", "float32"),
@@ -142,6 +143,8 @@ def test_a_run_with_images_trains_and_is_measured_on_them(
     run_to_the_end: Callable[[RunFolder], None],
 ) -> None:
     layers = ["target.aux_layer_ids=[]"] if draft == MTP else []
+    if stored == "bfloat16":
+        layers += ["generator.compute_dtype=bfloat16"]
     folder = seeing_run(family, *layers, "training.epochs=3", f"generator.stored_dtype={stored}", draft=draft)
     run_to_the_end(folder)
     texts = read_heldout(folder.heldout)
