@@ -28,7 +28,10 @@ def deploy(
         list[str] | None,
         typer.Option("--notify", metavar="TYPE/NAME", help="A notification block to tell, as slack-webhook/ops."),
     ] = None,
-    pause: Annotated[bool, typer.Option("--pause", metavar="", help="Deploy without starting any schedule.")] = False,
+    pause: Annotated[
+        bool | None,
+        typer.Option("--pause/--no-pause", help="Deploy without starting any schedule, or start them again."),
+    ] = None,
 ) -> None:
     """Create or update a draft's deployments in Prefect: retraining, promotion, nightly benchmark, traffic watch.
 
@@ -38,16 +41,18 @@ def deploy(
     from tasks.draft_deployments import DeployOptions, deploy_draft, remembered
 
     config, folder = load_recipe(recipe, overrides), _folder()
-    before = remembered(folder, config.draft_name)
+    before = remembered(config.draft_name)
     options = DeployOptions(
         cron=cron or before.cron,
         watch=tuple(watch or before.watch),
         requests=requests or before.requests,
         notify=tuple(notify or before.notify),
-        paused=pause,
+        paused=before.paused if pause is None else pause,
     )
-    names = deploy_draft(folder, config, options)
+    names, stays = deploy_draft(folder, config, options)
     print(f"{config.draft_name} in {public(prefect_api_url() or '')}: {', '.join(names)}")
+    if stays:
+        print("Stays as it was changed in Prefect:", *stays, sep="\n  ")
     print(f"To train it now: prefect deployment run retrain/{config.name}")
 
 

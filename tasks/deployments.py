@@ -2,32 +2,35 @@
 
 `python -m tasks.deployments FOLDER`: `prefect deploy` replaces a deployment as a whole, so a schedule that somebody
 activated would be off again after the next start. Here every setting that differs from what was deployed last time is
-the operator's and stays; every other one follows prefect.yaml. FOLDER keeps what was deployed.
+the operator's and stays; every other one follows prefect.yaml. What was deployed is kept in Prefect, as a block, so
+that it does not matter from which folder or machine the next command comes. FOLDER is for logs.
 """
 
 import argparse
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 
-from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.processes.process import Owner, module, start
 from infra.records.data_path import Record
 from infra.servers.stack import WORK_POOLS
+from tasks.side_effects import artifact_key
 
 DEPLOY_S = 180.0
 PAGE = 200
 Found = TypeVar("Found")
 Settings = Mapping[str, Any]
 """What an operator may change of a deployment. Schedules are known by slug, or by id if somebody added one without."""
-WHOLE = ("parameters", "schedule")
-"""Settings that are kept or replaced as a whole."""
+SHARED = "shared"
+"""Name of the record of prefect.yaml's own deployments."""
 
 
 class Deployed(Record):
@@ -36,40 +39,90 @@ class Deployed(Record):
     deployments: Mapping[str, Settings] = {}
     automations: Mapping[str, bool] = {}
 
+    def over(self, before: "Deployed", fresh: "Deployed") -> "Deployed":
+        """What was deployed last, after a call that may have deployed a part only: what differs from `before` is of
+        this call."""
+        deployments = {name: new for name, new in fresh.deployments.items() if new != before.deployments.get(name)}
+        automations = {name: new for name, new in fresh.automations.items() if new != before.automations.get(name)}
+        return Deployed(
+            deployments={**self.deployments, **deployments}, automations={**self.automations, **automations}
+        )
+
+
+class DeploymentRecord(Block):
+    """What was deployed last under one name; Prefect keeps it."""
+
+    _block_type_name = "Draftsmith deployments"
+    _description = "What `draftsmith deploy` and `up` deployed last. They tell by it what an operator changed since."
+
+    last: dict[str, Any] | None = None
+    """A `Deployed`."""
+    interrupted: dict[str, Any] | None = None
+    """A `Deployed`: what there was before a call that has not ended."""
+    options: dict[str, Any] | None = None
+    """What a person asked for beside the recipe, of a draft's deployments."""
+
+    @classmethod
+    def of(cls, name: str) -> "DeploymentRecord":
+        """The record of that name, or an empty one."""
+        try:
+            return cls.load(artifact_key("deployed", name))  # pyright: ignore[reportReturnType]
+        except ValueError:
+            return cls()
+
+    def keep(self, name: str, **changes: Any) -> "DeploymentRecord":
+        """Store the record with these changes; returns it."""
+        changed = DeploymentRecord(**(self.model_dump(include={"last", "interrupted", "options"}) | changes))
+        changed.save(artifact_key("deployed", name), overwrite=True)
+        return changed
+
+    @classmethod
+    def forget(cls, name: str) -> None:
+        """Remove the record of that name, if there is one."""
+        with suppress(ValueError):
+            cls.delete(artifact_key("deployed", name))
+
 
 def deploy(
     folder: Path,
     file: Path = Path("prefect.yaml"),
+    name: str = SHARED,
     only: Collection[str] | None = None,
     locks: tuple[int, ...] = (),
-) -> None:
-    """Bring a file of deployments into force; by default the current folder's. `folder` keeps what was deployed.
+) -> list[str]:
+    """Bring a file of deployments into force; by default the current folder's. `folder` is for logs.
 
-    `only` names the file's deployments (FLOW/NAME) and automations: what is kept of an interrupted call is soon out of
-    date for all others. None: all are the file's.
+    Returns what was changed in Prefect and stays, as in `retrain/mine: parameters.config.seed`.
+
+    `name` is that of the record. `only` names the file's deployments (FLOW/NAME) and automations: what is kept of an
+    interrupted call is soon out of date for all others. None: all are the file's.
 
     `locks`: descriptors of locks that stay held until Prefect's command is gone, which a killed process leaves behind
     for a moment.
 
     Raises ProcessFailedError with Prefect's own words, and TimeoutError.
     """
-    last, interrupted = folder / "deployed.json", folder / "deployed-before.json"
     with get_client(sync_client=True) as client:
         for pool in WORK_POOLS:
             _ensure_pool(client, pool)
-        if not interrupted.exists():
-            write_atomically(interrupted, _read_all(client, only))
-        before = Deployed.read(interrupted)
+        record = DeploymentRecord.of(name)
+        before = Deployed.model_validate(record.interrupted or _read_all(client, only).model_dump(mode="json"))
+        record = record.keep(name, interrupted=before.model_dump(mode="json"))
         command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks))
+        whole = False
         try:
             process.wait(DEPLOY_S)
+            whole = True
         finally:
             process.stop()
-        fresh = _read_all(client, only)
-        _restore(client, before, Deployed.read(last) if last.exists() else fresh, fresh)
-    write_atomically(last, fresh)
-    interrupted.unlink()
+            # Also where the command failed: what it has deployed by then must not undo what the operator changed.
+            fresh = _read_all(client, only)
+            last = Deployed.model_validate(record.last) if record.last else fresh
+            stays = _restore(client, before, last, fresh)
+            last = fresh if whole else last.over(before, fresh)
+            record.keep(name, last=last.model_dump(mode="json"), interrupted=None)
+    return stays
 
 
 def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
@@ -116,35 +169,53 @@ def _settings(found: DeploymentResponse) -> Settings:
     }
 
 
-def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh: Deployed) -> None:
-    """Give deployments and automations back what was the operator's."""
+def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh: Deployed) -> list[str]:
+    """Give deployments and automations back what was the operator's; returns what that is."""
+    stays = list[str]()
     for name, found in _deployments(client).items():
         if name not in before.deployments:
             continue
-        now = before.deployments[name]
-        kept = keep_changes(now, last.deployments.get(name, fresh.deployments[name]), fresh.deployments[name])
-        if kept != fresh.deployments[name]:
+        now, new = before.deployments[name], fresh.deployments[name]
+        kept = keep_changes(now, last.deployments.get(name, new), new)
+        if kept != new:
             client.update_deployment(found.id, _update(kept))
+            stays += [f"{name}: {place}" for place in _differing(kept, new)]
     for automation in all_pages(client.read_automations):
         was = before.automations.get(automation.name)
         if was is not None and was != last.automations.get(automation.name, automation.enabled):
             (client.resume_automation if was else client.pause_automation)(automation.id)
+    return stays
 
 
 def keep_changes(before: Settings, last: Settings, fresh: Settings) -> Settings:
-    """`fresh`, with whatever was changed, added or removed in `before` since `last` was deployed."""
+    """`fresh`, with whatever was changed, added or removed in `before` since `last` was deployed, value by value."""
     kept = dict(fresh)
     for key in {*before, *last}:
         if key not in before:
             kept.pop(key, None)
         elif key not in last:
             kept[key] = before[key]
-        elif isinstance(before[key], Mapping) and key not in WHOLE:
-            if key in kept:  # else the file no longer has this schedule
-                kept[key] = keep_changes(before[key], last[key], kept[key])
+        elif isinstance(before[key], Mapping) and isinstance(last[key], Mapping):
+            if key not in kept:  # the file no longer has this schedule
+                continue
+            kept[key] = (
+                keep_changes(before[key], last[key], fresh[key]) if isinstance(fresh[key], Mapping) else kept[key]
+            )
         elif before[key] != last[key]:
             kept[key] = before[key]
     return kept
+
+
+def _differing(kept: Settings, fresh: Settings) -> list[str]:
+    """Places of the values in which the two differ, as in `parameters.config.seed`."""
+    found = list[str]()
+    for key in sorted({*kept, *fresh}):
+        one, other = kept.get(key), fresh.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += [f"{key}.{place}" for place in _differing(one, other)]
+        elif one != other:
+            found.append(key)
+    return found
 
 
 def _update(kept: Settings) -> DeploymentUpdate:

@@ -11,9 +11,11 @@ import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule
 from prefect.events.actions import SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
+from pydantic import ValidationError
 
 from infra.files.atomic import write_atomically
 from infra.files.locks import Lock, LockHeldError, hold
@@ -22,11 +24,11 @@ from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from models.config.data import LIVE
 from models.config.recipe import RunConfig
-from tasks.deployments import all_pages, deploy
+from tasks.deployments import DeploymentRecord, all_pages, deploy
 from tasks.events import DRIFTED, EVERY, PROMOTED
 from tasks.side_effects import draft_tag
 
-FILE, OPTIONS = "prefect.yaml", "options.json"
+FILE = "prefect.yaml"
 HEAD: dict[str, Any] = {"name": "draftsmith", "build": [], "push": [], "pull": []}
 """As in the shared prefect.yaml: the project is installed where the worker runs."""
 OTHERS_S = 30.0
@@ -56,12 +58,15 @@ class DeployOptions(Record):
     """Automations that were paused because this deployment does the same."""
 
 
-def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> list[str]:
-    """Create or update the deployments of a recipe's draft; what an operator changed stays. Returns their names.
+def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tuple[list[str], list[str]]:
+    """Create or update the deployments of a recipe's draft; what an operator changed stays.
 
-    `folder` keeps what was deployed. Raises Refusal for a notification block that is not there, and while another
-    command deploys this draft.
+    Returns their names, and what stays. `folder` is for the lock, Prefect's file and logs. Raises Refusal for a
+    schedule that cannot be read, for a notification block that is not there, and while another command deploys this
+    draft.
     """
+    if options.cron:
+        _check_cron(options.cron)
     draft, place = config.draft_name, folder / config.draft_name
     with _alone(folder, draft) as lock, get_client(sync_client=True) as client:
         place.mkdir(parents=True, exist_ok=True)
@@ -71,22 +76,32 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> lis
         _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
         write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
         triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
-        deploy(place, place / FILE, [*names, *triggers], (lock.descriptor,))
+        stays = deploy(place, place / FILE, draft, [*names, *triggers], (lock.descriptor,))
         others = _others_of(client, draft)
-        taken_over = dict.fromkeys([*remembered(folder, draft).taken_over, *others])
+        taken_over = dict.fromkeys([*remembered(draft).taken_over, *others])
         # First: killed in between, the next `undeploy` knows of them.
-        write_atomically(place / OPTIONS, options.model_copy(update={"taken_over": tuple(taken_over)}))
+        known = options.model_copy(update={"taken_over": tuple(taken_over)})
+        DeploymentRecord.of(draft).keep(draft, options=known.model_dump(mode="json"))
         for other in others:
             client.pause_automation(other)
         for block, document in blocks.items():
             _tell(client, draft, block, document)
-    return names
+    return names, stays
 
 
-def remembered(folder: Path, draft: str) -> DeployOptions:
+def _check_cron(cron: str) -> None:
+    try:
+        CronSchedule(cron=cron)
+    except ValidationError as error:
+        raise Refusal(
+            f"--cron {cron!r} is no schedule ({error.errors()[0]['msg']}): write minute, hour, day, month and weekday, "
+            "for instance '0 3 * * 0'"
+        ) from None
+
+
+def remembered(draft: str) -> DeployOptions:
     """The options that the draft was deployed with last."""
-    path = folder / draft / OPTIONS
-    return DeployOptions.read(path) if path.exists() else DeployOptions()
+    return DeployOptions.model_validate(DeploymentRecord.of(draft).options or {})
 
 
 def undeploy_draft(folder: Path, draft: str) -> int:
@@ -95,15 +110,16 @@ def undeploy_draft(folder: Path, draft: str) -> int:
     Raises Refusal while another command deploys this draft.
     """
     with _alone(folder, draft) as lock, get_client(sync_client=True) as client:
-        found = of_draft(client, draft)
+        found, taken_over = of_draft(client, draft), remembered(draft).taken_over
         _delete(client, found)
         for automation in all_pages(client.read_automations):
             if automation.name.startswith(_notice(draft, "")):
                 client.delete_automation(automation.id)
-            elif automation.id in remembered(folder, draft).taken_over:
+            elif automation.id in taken_over:
                 client.resume_automation(automation.id)
-        # Last: killed before, the command can be given again.
         shutil.rmtree(folder / draft, ignore_errors=True)
+        # Last: killed before, the command can be given again.
+        DeploymentRecord.forget(draft)
         lock.path.unlink()
     return len(found)
 

@@ -13,7 +13,8 @@ from infra.tracking.registry import CHALLENGER, CHAMPION
 
 CHANGE = "draftsmith.change"
 """Tag of the registered model: the change under way."""
-
+EXPECTED = "draftsmith.champion"
+"""Tag of the registered model: the version that the last change made champion, empty if it left none."""
 
 Kind = Literal["promotion", "withdrawal"]
 
@@ -85,6 +86,8 @@ class State:
     champion: int | None
     challenger: int | None
     change: Change | None
+    expected: int | None
+    """The champion after the last change; another one was made champion outside Draftsmith."""
 
     @classmethod
     def read(cls, client: MlflowClient, name: str) -> Self:
@@ -93,4 +96,5 @@ class State:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}
         text = model.tags.get(CHANGE)
         change = Change.model_validate_json(text) if text else None
-        return cls(aliases.get(CHAMPION), aliases.get(CHALLENGER), change)
+        expected = model.tags.get(EXPECTED)
+        return cls(aliases.get(CHAMPION), aliases.get(CHALLENGER), change, int(expected) if expected else None)

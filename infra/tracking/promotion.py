@@ -23,7 +23,7 @@ from mlflow.entities.model_registry import ModelVersion
 
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
-from infra.tracking.changes import CHANGE, Announce, Announcement, Change, Kind, SmokeTest, State, silent
+from infra.tracking.changes import CHANGE, EXPECTED, Announce, Announcement, Change, Kind, SmokeTest, State, silent
 from infra.tracking.client import connect, model_versions
 from infra.tracking.registry import (
     CHALLENGER,
@@ -196,14 +196,15 @@ class DraftInService:
         The recorded change takes the steps of every other: history, smoke test, event.
         """
         state = self._state()
-        moves = [one for one in self._decisions() if one.outcome in ("promoted", "rolled back")]
-        expected = moves[-1].champion_after if moves else None
+        expected = state.expected
         # A registry may hold models that Draftsmith did not register.
         if state.change or state.champion == expected or not any(MODEL_ID in one.tags for one in self._versions()):
             return state.change
         if (again := self._state()) != state:  # a change began and ended between the two requests
             return again.change
         reason = f"the alias {CHAMPION} was moved from {_in_words(expected)} to {_in_words(state.champion)}"
+        if state.champion is None and expected is not None and not self._exists(expected):
+            reason = f"version {expected} was deleted while it was champion"
         kind, version = ("withdrawal", expected) if state.champion is None else ("promotion", state.champion)
         assert version is not None
         change = Change(
@@ -251,7 +252,7 @@ class DraftInService:
                     client.delete_registered_model_alias(name, CHAMPION)
                 else:
                     client.set_registered_model_alias(name, CHAMPION, str(change.after))
-            if REPLACES in client.get_model_version(name, version).tags:
+            if self._exists(change.version) and REPLACES in client.get_model_version(name, version).tags:
                 client.delete_model_version_tag(name, version, REPLACES)
             self._write_history(change, "rolled back")
             return change.model_copy(update={"stage": "settled"})
@@ -318,6 +319,11 @@ class DraftInService:
             at=change.at, version=change.version, outcome=outcome, champion_before=change.before,
             champion_after=change.after, by=change.by, reason=change.reason, run=change.run,
         )  # fmt: skip
+        if outcome in ("promoted", "rolled back"):
+            # With the model, because decisions go with their versions, which may be deleted.
+            self._client.set_registered_model_tag(self._name, EXPECTED, str(change.after or ""))
+        if not self._exists(change.version):  # deleted in MLflow: its part of the history is gone with it
+            return
         # The same key whenever this change is resumed: its decision is in the history once.
         write_decision(self._client, self._name, decision, f"{change.at * 1000:.0f}.{change.id[:8]}")
 
@@ -341,9 +347,15 @@ class DraftInService:
         replaced = versions[str(version)].tags.get(REPLACES, "")
         return int(replaced) if replaced in versions else None
 
+    def _exists(self, version: int) -> bool:
+        """Whether nobody has deleted this version."""
+        return any(int(one.version) == version for one in self._versions())
+
     def _announcement(self, change: Change) -> Announcement:
         def source(version: int | None) -> str | None:
-            return None if version is None else self._client.get_model_version_download_uri(self._name, str(version))
+            if version is None or not self._exists(version):
+                return None
+            return self._client.get_model_version_download_uri(self._name, str(version))
 
         return Announcement(
             id=str(uuid5(UUID(change.id), change.kind)), kind=change.kind, draft=self._name, version=change.version,

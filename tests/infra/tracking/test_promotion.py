@@ -215,6 +215,11 @@ def alias_deleted(world: World, gate: GateDecision) -> None:
     connect(world.uri).delete_registered_model_alias(world.name, registry.CHAMPION)
 
 
+def champion_deleted(world: World, gate: GateDecision) -> None:
+    two(world, gate)
+    connect(world.uri).delete_model_version(world.name, "2")
+
+
 SCENARIOS: dict[str, tuple[Act, Act, SmokeResult, int | None]] = {
     # before, the change, what the smoke test says of it, the champion afterwards
     "first champion": (nothing, first_champion, PASSED, 1),
@@ -231,6 +236,7 @@ SCENARIOS: dict[str, tuple[Act, Act, SmokeResult, int | None]] = {
     "moved outside": (alias_moved, moved_outside, PASSED, 2),
     "moved outside, but fails its smoke test": (alias_moved, moved_outside, FAILED, 1),
     "alias deleted outside": (alias_deleted, moved_outside, PASSED, None),
+    "champion deleted outside": (champion_deleted, moved_outside, PASSED, None),
 }
 
 
@@ -340,6 +346,32 @@ def test_an_alias_moved_outside_is_noticed_by_a_rollback(make_world: Callable[[]
     assert [one.kind for one in world.heard] == ["withdrawal"]
 
 
+@pytest.mark.parametrize("deleted", ["1", "2"])
+def test_a_version_that_does_not_serve_may_be_deleted(
+    make_world: Callable[[], World], gate: GateDecision, deleted: str
+) -> None:
+    world = make_world()
+    two(world, gate)
+    if deleted == "2":
+        world.service().withdraw(2, by="ada", reason="slow")
+    before = State.read(connect(world.uri), world.name).champion
+    world.heard.clear()
+    connect(world.uri).delete_model_version(world.name, deleted)
+    world.service(world.smoke_test).reconcile()
+    assert State.read(connect(world.uri), world.name).champion == before
+    assert not world.heard
+    assert all(one.by != "outside Draftsmith" for one in history(world.uri, world.name))
+
+
+def test_the_deletion_of_a_champion_is_told(make_world: Callable[[], World], gate: GateDecision) -> None:
+    world = make_world()
+    champion_deleted(world, gate)
+    world.service(world.smoke_test).reconcile()
+    (told,) = world.heard
+    assert (told.kind, told.version, told.now, told.by) == ("withdrawal", 2, None, "outside Draftsmith")
+    assert told.reason == "version 2 was deleted while it was champion"
+
+
 def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[], World], gate: GateDecision) -> None:
     world = make_world()
     alias_moved(world, gate)
@@ -348,7 +380,7 @@ def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[]
     assert (waiting.version, waiting.stage, world.heard) == (2, "moved", [])
     world.smoke = FAILED
     assert world.service(world.smoke_test).reconcile() is None
-    assert State.read(connect(world.uri), world.name) == State(1, None, None)
+    assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
 
 
 def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[], World], gate: GateDecision) -> None:
@@ -363,7 +395,7 @@ def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[],
     made = history(world.uri, world.name)[-1]
     assert (made.version, made.outcome, made.by) == (2, "rolled back", "smoke test")
     assert made.reason == "the weights cannot be read"
-    assert State.read(connect(world.uri), world.name) == State(1, None, None)
+    assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
 
 
 def test_clocks_that_jump_back_do_not_reorder_the_history(
