@@ -3,9 +3,13 @@
 It also keeps the overview of all drafts, an artifact, up to date.
 """
 
-from prefect import flow
+from prefect import flow, get_run_logger
 
+from infra.processes.process import ProcessFailedError
+from infra.refusal import Refusal
 from infra.settings import tracking_uri as default_uri
+from infra.tracking.client import REGISTRY_ERRORS
+from tasks.events import FAILED, once_a_day, tell, tell_failure_once_a_day
 from tasks.overview import show_drafts
 from tasks.pools import lease
 from tasks.promotion import complete_change, find_candidate, one_at_a_time, reconcile, registered_drafts
@@ -14,9 +18,11 @@ from tasks.version_run import prepare_version, recipe_of
 
 TURN_S = 5.0
 """How long to wait for a promotion in progress. One that takes longer needs no completion."""
+FAULTS = (*REGISTRY_ERRORS, ProcessFailedError, ValueError)
+"""What keeps one draft from being completed, and is to keep no other."""
 
 
-@flow(name="reconcile")
+@flow(name="reconcile", on_failure=[tell_failure_once_a_day])
 def reconcile_drafts(draft: str | None = None, tracking_uri: str | None = None) -> list[str]:
     """Compare the champion of each draft with its history, and complete what is unfinished, smoke test included.
 
@@ -24,11 +30,22 @@ def reconcile_drafts(draft: str | None = None, tracking_uri: str | None = None) 
         draft: registered model; all of them where empty.
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
 
-    Returns what was tested, one sentence each.
+    Returns what was tested, one sentence each. Raises Refusal, once all were tried, with those that failed.
     """
     uri = tracking_uri or default_uri()
-    said = [told for name in registered_drafts(uri, draft) if (told := _reconcile(uri, name))]
+    said, failed = list[str](), list[str]()
+    for name in registered_drafts(uri, draft):
+        try:
+            told = _reconcile(uri, name)
+        except FAULTS as error:
+            failed.append(f"{name} could not be completed: {error}")
+            get_run_logger().exception(failed[-1])
+            tell(FAILED, name, reason=failed[-1], event_id=once_a_day(name, "reconcile"))
+            continue
+        said += [told] if told else []
     show_drafts(uri)
+    if failed:
+        raise Refusal("; ".join(failed))
     return said
 
 

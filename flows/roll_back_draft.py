@@ -3,11 +3,12 @@
 from prefect import flow
 
 from infra.settings import tracking_uri as default_uri
+from tasks.events import tell_failure
 from tasks.promotion import withdraw
 from tasks.version_run import find_champion
 
 
-@flow(name="rollback")
+@flow(name="rollback", on_failure=[tell_failure])
 def rollback(
     draft: str, reason: str, version: int | None = None, by: str = "a person", tracking_uri: str | None = None
 ) -> str:

@@ -12,9 +12,10 @@ from tasks.drift import (
     sample_requests,
     show_traffic,
 )
+from tasks.events import tell_failure_once_a_day
 
 
-@flow(name="watch-traffic")
+@flow(name="watch-traffic", on_failure=[tell_failure_once_a_day])
 def watch_traffic(config: WatchConfig) -> str:
     """Count served traffic for the version that each server runs, and test each version's for a fall.
 

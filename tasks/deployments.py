@@ -118,7 +118,8 @@ def deploy(
             process.stop()
             # Also where the command failed: what it has deployed by then must not undo what the operator changed.
             fresh = _read_all(client, only)
-            last = Deployed.model_validate(record.last) if record.last else fresh
+            # Without a record nobody knows what is the operator's: the file counts.
+            last = Deployed.model_validate(record.last) if record.last else before
             stays = _restore(client, before, last, fresh)
             last = fresh if whole else last.over(before, fresh)
             record.keep(name, last=last.model_dump(mode="json"), interrupted=None)

@@ -1,7 +1,7 @@
 """The deployments of one draft, from its recipe: retrain, regenerate, promote, benchmark-champion, watch-traffic."""
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,25 +68,40 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tup
     if options.cron:
         _check_cron(options.cron)
     draft, place = config.draft_name, folder / config.draft_name
-    with _alone(folder, draft) as lock, get_client(sync_client=True) as client:
-        place.mkdir(parents=True, exist_ok=True)
+    deployments = list(described(config, options))
+    names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
+    triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
+    with get_client(sync_client=True) as client:
+        _check_owner(client, draft, names)
         blocks = {name: _block(client, name) for name in options.notify}
-        deployments = list(described(config, options))
-        names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
-        _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
-        write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
-        triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
-        stays = deploy(place, place / FILE, draft, [*names, *triggers], (lock.descriptor,))
-        others = _others_of(client, draft)
-        taken_over = dict.fromkeys([*remembered(draft).taken_over, *others])
-        # First: killed in between, the next `undeploy` knows of them.
-        known = options.model_copy(update={"taken_over": tuple(taken_over)})
-        DeploymentRecord.of(draft).keep(draft, options=known.model_dump(mode="json"))
-        for other in others:
-            client.pause_automation(other)
-        for block, document in blocks.items():
-            _tell(client, draft, block, document)
+        with _alone(folder, draft) as lock:
+            place.mkdir(parents=True, exist_ok=True)
+            _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
+            write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
+            stays = deploy(place, place / FILE, draft, [*names, *triggers], (lock.descriptor,))
+            others = _others_of(client, draft)
+            taken_over = dict.fromkeys([*remembered(draft).taken_over, *others])
+            # First: killed in between, the next `undeploy` knows of them.
+            known = options.model_copy(update={"taken_over": tuple(taken_over)})
+            DeploymentRecord.of(draft).keep(draft, options=known.model_dump(mode="json"))
+            for other in others:
+                client.pause_automation(other)
+            for block, document in blocks.items():
+                _tell(client, draft, block, document)
     return names, stays
+
+
+def _check_owner(client: SyncPrefectClient, draft: str, names: Collection[str]) -> None:
+    """Raise Refusal where deployments of these names are another draft's."""
+    tag = draft_tag(draft)
+    for one in all_pages(client.read_deployments):
+        owner = next((other for other in one.tags if other.startswith(draft_tag("")) and other != tag), None)
+        if owner and _name(client, one) in names:
+            other = owner.removeprefix(draft_tag(""))
+            raise Refusal(
+                f"{_name(client, one)} is deployed for {other}, and the recipe is {draft}'s now: "
+                f"`draftsmith undeploy {other}` first, or give the recipe another name"
+            )
 
 
 def _check_cron(cron: str) -> None:

@@ -1,7 +1,8 @@
 """What is told about drafts, as Prefect's events: all have one form, whatever happened."""
 
+from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
@@ -90,3 +91,16 @@ def draft_of(parameters: dict[str, Any]) -> str:
 def tell_failure(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Hook of flows: a run about a draft has failed."""
     tell(FAILED, draft_of(flow_run.parameters), reason=state.message or "", flow=flow.name, flow_run=flow_run.name)
+
+
+def tell_failure_once_a_day(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Hook of flows that a schedule starts every few minutes: a run about a draft has failed, which is told once a
+    day."""
+    draft = draft_of(flow_run.parameters)
+    said = {"reason": state.message or "", "flow": flow.name, "flow_run": flow_run.name}
+    tell(FAILED, draft, event_id=once_a_day(draft, flow.name), **said)
+
+
+def once_a_day(draft: str, what: str) -> UUID:
+    """Id of an event that counts once a day."""
+    return uuid5(NAMESPACE_URL, f"draftsmith {draft} {what} {datetime.now(UTC):%Y-%m-%d}")

@@ -35,7 +35,7 @@ PAGES = Path(__file__).parent / "report"
 RECENT, SHOWN = 10, 24
 BLOCKS = "▁▂▃▄▅▆▇█"
 RETRAIN, PROMOTE = "retrain", "promote"
-FLOWS = (RETRAIN, PROMOTE, "benchmark-champion", "regenerate")
+FLOWS = (RETRAIN, PROMOTE, "rollback", "benchmark-champion", "watch-traffic", "regenerate")
 LOOKED_AT = 10
 """Newest flow runs of a draft and flow that are looked at."""
 ENDED = (StateType.FAILED, StateType.CRASHED, StateType.COMPLETED, StateType.CANCELLED)

@@ -18,7 +18,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.drift.target import ReportedTarget, read_target
-from infra.network.health import public
+from infra.network.health import is_loopback, public
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.settings import sglang_api_key
@@ -94,8 +94,14 @@ class Scrape(Record):
 
 
 def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
-    """Read Prometheus text; sums over all labels. Raises Refusal for a page without SGLang's metrics."""
-    sums = _sums(text)
+    """Read Prometheus text; sums over all labels.
+
+    Raises Refusal for a page without SGLang's metrics, and for one whose counters have other names.
+    """
+    try:
+        sums = _sums(text)
+    except ValueError:  # a web page, for instance
+        sums = {}
     if not any(name.startswith("sglang:") for name in sums):
         raise Refusal(
             f"{server}/metrics shows no metrics of SGLang: start the server with --enable-metrics, and give its own "
@@ -103,6 +109,12 @@ def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
         )
     names = (GENERATED, REQUESTS, STEPS, LOOKAHEAD, DRAFT_TOKENS)
     generated, requests, steps, lookahead, draft_tokens = (int(sums.get(name, 0)) for name in names)
+    missing = [name for name in (GENERATED, REQUESTS, STEPS) if name not in sums]
+    if draft.path and missing and generated > requests:
+        raise Refusal(
+            f"{server}/metrics has no {', '.join(missing)}, although the server drafts and has answered: its "
+            "version of SGLang has other counters than 0.5.23, so its acceptance cannot be read"
+        )
     return Reading(
         counters=Counters(generated=generated, requests=requests, steps=steps),
         lookahead=lookahead or None,
@@ -139,25 +151,34 @@ def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
 
 
 def ask_info(client: httpx.Client, url: str) -> dict[str, Any]:
-    """A server's `/server_info`, with the weight version that it reports now. Raises httpx.HTTPError."""
+    """A server's `/server_info`, with the weight version that it reports now. Raises httpx.HTTPError, and Refusal
+    where something else answers."""
     info = client.get(f"{url}/server_info").raise_for_status().json()
+    if not isinstance(info, dict):
+        raise Refusal(f"{public(url)}/server_info is none of SGLang's: give the server's own address, not a gateway's")
     return info | {"weight_version": client.get(f"{url}/model_info").raise_for_status().json().get("weight_version")}
 
 
 def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
-    """Ask all servers. Those without an answer are listed; raises ConnectionError if none answers."""
+    """Ask all servers. Those without a usable answer are listed.
+
+    Raises ConnectionError if there is no other, and Refusal where all of them have to be set up differently.
+    """
     readings: dict[str, Reading] = {}
-    silent: dict[str, str] = {}
+    silent: dict[str, Exception] = {}
     key = sglang_api_key()
-    with httpx.Client(timeout=timeout_s, headers={"Authorization": f"Bearer {key}"} if key else {}) as client:
-        for server in servers:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    for server in servers:
+        with httpx.Client(timeout=timeout_s, headers=headers, trust_env=not is_loopback(server)) as client:
             try:
                 readings[server] = _ask(client, server.rstrip("/"), public(server))
-            except (httpx.HTTPError, json.JSONDecodeError, ConnectionResetError) as error:
-                silent[server] = str(error) or type(error).__name__
+            except (httpx.HTTPError, json.JSONDecodeError, ConnectionResetError, Refusal) as error:
+                silent[server] = error
+    why = {server: str(error) or type(error).__name__ for server, error in silent.items()}
     if not readings:
-        raise ConnectionError("; ".join(f"{public(server)}: {why}" for server, why in silent.items()))
-    return Scrape(readings=readings, silent=silent)
+        kind = Refusal if all(isinstance(error, Refusal) for error in silent.values()) else ConnectionError
+        raise kind("; ".join(f"{public(server)}: {words}" for server, words in why.items()))
+    return Scrape(readings=readings, silent=why)
 
 
 def _ask(client: httpx.Client, url: str, shown: str) -> Reading:

@@ -33,6 +33,11 @@ def _ask(url: str, timeout_s: float, direct: bool) -> str | None:
         return str(error) or type(error).__name__
 
 
+def is_loopback(url: str) -> bool:
+    """Whether the address is this machine's own: no proxy stands in between."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+
+
 def public(url: str) -> str:
     """A URL without the user and password it may hold."""
     parts = urlsplit(url)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -26,7 +27,7 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     finished: dict[str, list[RunFolder]] = defaultdict(list)
     old: list[RunFolder] = []
     for folder in newest_runs(runs):
-        recipe = json.loads(folder.config.read_text())
+        recipe = _recipe_of(folder)
         live = recipe.get("generator", {}).get("live")
         if live and _is_older(folder.live, live["retention_days"]):
             old.append(folder)
@@ -37,6 +38,14 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     for of_recipe in finished.values():
         old += sorted(of_recipe, key=_touched, reverse=True)[keep:]
     return old
+
+
+def _recipe_of(folder: RunFolder) -> dict[str, Any]:
+    """A run's recipe; an empty one for a damaged file, which keeps no other run from being removed."""
+    try:
+        return json.loads(folder.config.read_text())
+    except ValueError:
+        return {}
 
 
 def is_finished(folder: RunFolder) -> bool:
@@ -62,7 +71,7 @@ def remove(folder: RunFolder) -> bool:
     """
     try:
         with hold(folder.run_lock), hold(folder.processes_lock):
-            url = json.loads(folder.config.read_text()).get("ledger", {}).get("url")
+            url = _recipe_of(folder).get("ledger", {}).get("url")
             if url:
                 with Ledger.open(url, folder.name) as ledger:
                     ledger.delete_run()

@@ -45,6 +45,8 @@ class Fleet:
         """Since when a server that was healthy is not."""
         self._foreign: frozenset[str] = frozenset()
         """Addresses where servers answer that are not ours; said once."""
+        self._unusable: dict[str, str] = {}
+        """Why a server that answers cannot be followed, by address; said once."""
         self._told: set[str] = set()
         """Servers that this process has told to stop."""
 
@@ -65,9 +67,16 @@ class Fleet:
 
     def _report(self, url: str) -> ServerReport | None:
         try:
-            return self.clients[url].report()
+            report = self.clients[url].report()
         except (httpx.HTTPError, json.JSONDecodeError):  # away, or something else answers there
             return None
+        except Refusal as refusal:
+            if self._unusable.get(url) != str(refusal):
+                self._unusable[url] = str(refusal)
+                self._say(str(refusal))
+            return None
+        self._unusable.pop(url, None)
+        return report
 
     def _seen(self, url: str, report: ServerReport | None, state: RolloutState, now: float) -> LookedAt:
         age = self.controls[url].age()

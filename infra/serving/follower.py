@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from infra.drift.scrape import Counters
 from infra.files.atomic import write_atomically
@@ -42,11 +40,9 @@ from infra.serving.servers import ServerReport, expected, trouble_with
 from infra.serving.swap import CannotSwapError, changed_weights
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
-from infra.tracking.client import check_answers, connect, find_model
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
 
 BY = "serving follower"
-REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
-"""What a registry that is away, a full disk, or missing settings come to; the next round tries again."""
 
 Withdraw = Callable[[int, str], None]
 """Takes a version out of service in the registry, with the reason."""
@@ -167,6 +163,7 @@ class Follower:
     def _note(self, looks: Sequence[LookedAt], now: float) -> None:
         """What has become of starts and stops since the last round."""
         blamed: str | None = None
+        self._note_control(looks)
         for look in looks:
             url, condition = look.seen.url, look.seen.condition
             started, stopped = dict(self.state.started), dict(self.state.stopped)
@@ -184,17 +181,35 @@ class Follower:
             if trial and (version == trial.version or (died and url in trial.probed)):
                 blamed = f"{url} died with it, or did not start, {MAX_FAILURES} times"
         if blamed and self.state.trial:  # once, however many died: all do when their machine is restarted
-            self._failure(self.state.trial.version, blamed)
+            self._failure(self.state.trial.version, blamed, bool(self.state.trial.probed))
 
-    def _failure(self, version: int, reason: str) -> None:
-        """One more that may be the fault of the version under trial."""
+    def _note_control(self, looks: Sequence[LookedAt]) -> None:
+        """Whether a server runs without the version under trial: only then is a failed start the version's fault."""
+        trial = self.state.trial
+        if trial is None or trial.control:
+            return
+        if any(look.seen.condition == "healthy" and look.seen.version != trial.version for look in looks):
+            trial = trial.model_copy(update={"control": True, "suspended": False})
+            self._keep(self.state.model_copy(update={"trial": trial}))
+
+    def _failure(self, version: int, reason: str, started: bool = False) -> None:
+        """One more that may be the fault of the version under trial; `started`: a server was healthy with it."""
         trial = self.state.trial
         if trial is None or trial.version != version:
             return
         trial = trial.model_copy(update={"failures": trial.failures + 1})
         self._keep(self.state.model_copy(update={"trial": trial}))
-        if trial.failures >= MAX_FAILURES:
+        if trial.failures < MAX_FAILURES:
+            return
+        if trial.control or started:
             self._take_back(version, reason)
+            return
+        self._print(
+            f"no server has started so far, with or without version {version}: they are started without it first; see "
+            f"{self._config.folder}/logs"
+        )
+        trial = trial.model_copy(update={"failures": 0, "suspended": True})
+        self._keep(self.state.model_copy(update={"trial": trial}))
 
     def _take_back(self, version: int, reason: str) -> None:
         self._print(f"version {version} goes back: {reason}")
@@ -269,7 +284,7 @@ class Follower:
             try:
                 probe = self._fleet.clients[url].probe(report, counts.prompts, counts.conditions.max_new_tokens)
             except httpx.HTTPError as error:
-                self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})")
+                self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})", True)
                 return False
             benchmarked = expected(counts, report.lookahead)
             trouble = trouble_with(probe, benchmarked, trial.before, self._config.canary.max_loss)

@@ -49,6 +49,10 @@ class Trial(Record):
 
     version: int
     failures: int = 0
+    control: bool = False
+    """Whether a server was healthy without this version since the trial began: it can be started."""
+    suspended: bool = False
+    """No server has started with it, and none is known to start without it: that is tried first."""
     before: ServerProbe | None = None
     """What a server without this version answered to the version's prompts."""
     probed: tuple[str, ...] = ()
@@ -131,7 +135,7 @@ def canaries(servers: int, share: float) -> int:
 
 def wanted_versions(state: RolloutState, servers: int, share: float) -> list[int]:
     """What each server is to run."""
-    first = canaries(servers, share)
+    first = 0 if state.trial and state.trial.suspended else canaries(servers, share)
     return [state.target if state.trial is None or place < first else state.stable for place in range(servers)]
 
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
 from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask_info, read_metrics, read_server_info
-from infra.network.health import public
+from infra.network.health import is_loopback, public
 from infra.records.acceptance import RequestCounts
 from infra.serving.comparison import StepGroup, compare_paired
 from infra.serving.rollout import FOREIGN, NO_DRAFT, ProbeAnswer, ServerProbe
@@ -18,7 +17,6 @@ from infra.settings import sglang_api_key
 HEALTH_S = 30.0
 """SGLang itself waits 20 s for a sign of its scheduler."""
 REQUEST_S = 120.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SAME_TOKENS = 8
 """Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
 
@@ -46,7 +44,7 @@ class ServerClient:
             timeout=HEALTH_S,
             headers=headers,
             limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=urlsplit(url).hostname not in LOOPBACK,  # no proxy stands between us and this machine
+            trust_env=not is_loopback(url),
         )
 
     def answers(self) -> bool:

@@ -23,7 +23,7 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities.paged_list import PagedList
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
@@ -31,6 +31,8 @@ SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql"
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
 CREATION_S = 600.0
 ANSWER_S = 5.0
+REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
+"""What a registry that is away, a full disk, or missing settings come to."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow's pages show as the description, in Markdown."""
 
@@ -85,8 +87,16 @@ def _first_line(error: Exception) -> str:
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id. A missing one is created, with its artifacts next to the file for SQLite."""
+    """The experiment's id. A missing one is created, with its artifacts next to the file for SQLite.
+
+    Raises Refusal for one that was deleted: its name is taken until MLflow's garbage collection.
+    """
     found = client.get_experiment_by_name(name)
+    if found and found.lifecycle_stage == "deleted":
+        raise Refusal(
+            f"the experiment {name} was deleted in MLflow: restore it (`mlflow experiments restore --experiment-id "
+            f"{found.experiment_id}`), or give the recipe another one (tracking.experiment)"
+        )
     if found:
         return str(found.experiment_id)
     uri = client.tracking_uri

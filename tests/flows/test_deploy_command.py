@@ -7,6 +7,7 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.workers.process import ProcessJobConfiguration
 
+from tasks.deployments import DeploymentRecord
 from tasks.overview import LOOKED_AT, runs_of
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +78,9 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     assert set(first) == {"retrain", "promote", "rollback", "benchmark_champion", "watch_traffic"}
     assert first["retrain"]["schedules"][0]["schedule"]["cron"] == CRON
     assert len(told) == 2
-    kept = json.loads(
-        (Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments/draft-tiny/deployed.json").read_text()
-    )
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        kept = DeploymentRecord.of("draft-tiny").last
+    assert kept
     assert len(kept["deployments"]) == len(first)
     assert list(kept["automations"]) == ["retrain/tiny when draft-tiny drifts"]
     shared_retrain = stack.get("deployments/name/retrain/retrain")
@@ -99,17 +101,41 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
     assert [one["active"] for one in changed["retrain"]["schedules"]] == [False]
     assert changed["watch_traffic"]["parameters"]["config"]["servers"] == ["http://127.0.0.1:30001"]
 
-    draftsmith(stack, "deploy", tiny, "name=other", "--cron", CRON, "--pause")
-    other = deployed(stack, "draft-other")
-    assert all(one["paused"] for one in other.values())
-    limits = [one["global_concurrency_limit"] for one in (*changed.values(), *other.values())]
-    names = [limit["name"] for limit in limits if limit]
-    assert len(names) == len(set(names)) > 4
+    check_another_folder(stack, tiny, tmp_path)
 
+    check_pause_and_name(stack, tiny, changed)
     check_runs(stack, again["retrain"]["id"])
     page = tmp_path / "overview.html"
     assert str(page) in draftsmith(stack, "drafts", "overview", "--page", str(page))
     assert page.read_text().startswith("<!doctype html>")
+    check_shared_trigger(stack)
+    for draft in ("draft-tiny", "draft-other", "draft-quickstart"):
+        assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
+        assert deployed(stack, draft) == {}
+        assert not [one for one in automations(stack, draft) if one["id"] not in shared or not one["enabled"]]
+    assert "is not deployed" in draftsmith(stack, "undeploy", "draft-tiny")
+    assert whole(stack) == shared
+    waiting = {"tags": {"any_": ["draft:draft-tiny"]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
+    assert not stack.post("flow_runs/filter", {"flow_runs": waiting})
+    assert not list((Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments").iterdir())
+
+
+def check_pause_and_name(stack: Any, tiny: str, changed: dict[str, Any]) -> None:
+    """`--pause` stays; a recipe's name is one draft's; no two drafts share a limit."""
+    draftsmith(stack, "deploy", tiny, "name=other", "--cron", CRON, "--pause")
+    other = deployed(stack, "draft-other")
+    assert all(one["paused"] for one in other.values())
+    draftsmith(stack, "deploy", tiny, "name=other")
+    assert all(one["paused"] for one in deployed(stack, "draft-other").values())
+    taken = draftsmith(stack, "deploy", tiny, "name=other", "tracking.registered_model=draft-renamed", refused=True)
+    assert "is deployed for draft-other" in taken
+    limits = [one["global_concurrency_limit"] for one in (*changed.values(), *other.values())]
+    names = [limit["name"] for limit in limits if limit]
+    assert len(names) == len(set(names)) > 4
+
+
+def check_shared_trigger(stack: Any) -> None:
+    """One alarm starts one retraining: the shared file's gives way to the draft's own."""
     draftsmith(stack, "deploy", str(ROOT / "recipes" / "quickstart.yaml"))
     retrain = deployed(stack, "draft-quickstart")["retrain"]["id"]
     starting = {
@@ -122,15 +148,23 @@ def test_deployed_twice_changed_and_gone(stack: Any, block: str, tmp_path: Path)
         stack.get("deployments/name/retrain/retrain")["id"]
     ]
     assert starting[retrain]
-    for draft in ("draft-tiny", "draft-other", "draft-quickstart"):
-        assert "deployments deleted" in draftsmith(stack, "undeploy", draft)
-        assert deployed(stack, draft) == {}
-        assert not [one for one in automations(stack, draft) if one["id"] not in shared or not one["enabled"]]
-    assert "is not deployed" in draftsmith(stack, "undeploy", "draft-tiny")
-    assert whole(stack) == shared
-    waiting = {"tags": {"any_": ["draft:draft-tiny"]}, "state": {"type": {"any_": ["SCHEDULED"]}}}
-    assert not stack.post("flow_runs/filter", {"flow_runs": waiting})
-    assert not list((Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments").iterdir())
+
+
+def check_another_folder(stack: Any, recipe: str, folder: Path) -> None:
+    """From another folder, as a pipeline deploys: the recipe counts, and options and the operator's changes stay."""
+    assert "is no schedule" in draftsmith(stack, "deploy", recipe, "--cron", "0 3 * * 8-9", refused=True)
+    place = f"deployments/{deployed(stack, 'draft-tiny')['retrain']['id']}"
+    changed = stack.get(place)["parameters"]
+    changed["config"]["training"]["log_steps"] = 7
+    stack.patch(place, {"parameters": changed})
+    elsewhere = SimpleNamespace(environment=stack.environment | {"DRAFTSMITH_RUNS": str(folder / "elsewhere")})
+    said = draftsmith(elsewhere, "deploy", recipe, "training.max_steps=33")
+    assert "retrain/tiny: parameters.config.training.log_steps" in said
+    found = deployed(stack, "draft-tiny")
+    training = found["retrain"]["parameters"]["config"]["training"]
+    assert (training["max_steps"], training["log_steps"]) == (33, 7)
+    assert [one["active"] for one in found["retrain"]["schedules"]] == [False]
+    assert found["watch_traffic"]["parameters"]["config"]["servers"] == ["http://127.0.0.1:30001"]
 
 
 def check_runs(stack: Any, retrain: str) -> None:
@@ -154,7 +188,8 @@ def left(stack: Any) -> tuple[Any, ...]:
     limits = {one["name"] for one in stack.post("v2/concurrency_limits/filter", {})}
     waiting = stack.post("flow_runs/count", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED", "PENDING"]}}}})
     folder = Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments"
-    return whole(stack), limits, waiting, {one.name for one in folder.glob("*")} if folder.exists() else set()
+    records = {one["name"] for one in stack.post("block_documents/filter", {})}
+    return whole(stack), limits | records, waiting, {one.name for one in folder.glob("*")} if folder.exists() else set()
 
 
 def killed_after(stack: Any, seconds: float, *arguments: str) -> bool:

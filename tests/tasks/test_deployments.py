@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tasks.deployments import Settings, keep_changes
+from tasks.deployments import Deployed, Settings, keep_changes
 
 
 def settings(**changes: Any) -> Settings:
@@ -25,6 +25,33 @@ def test_an_operator_s_changes_stay_beside_the_file_s() -> None:
     fresh = settings(parameters={"keep": 2}, schedules=weekly(False, "0 4 * * 0"))
     kept = keep_changes(before, settings(), fresh)
     assert kept == settings(paused=True, limit=5, parameters={"keep": 2}, schedules=weekly(True, "0 4 * * 0"))
+
+
+def test_a_value_that_was_changed_keeps_no_other_of_the_file_s_away() -> None:
+    def recipe(rate: float, steps: int, **more: Any) -> Settings:
+        return settings(parameters={"config": {"training": {"learning_rate": rate, "max_steps": steps}, **more}})
+
+    kept = keep_changes(recipe(1.0, 20), recipe(1.0, 10), recipe(2.0, 10, seed=1))
+    assert kept == recipe(2.0, 20, seed=1)
+    section = settings(parameters={"config": {"training": None}})
+    assert keep_changes(recipe(1.0, 20), recipe(1.0, 10), section) == section
+
+
+def test_a_schedule_takes_the_new_time_in_the_zone_that_was_set() -> None:
+    def zone(cron: str, name: str) -> Settings:
+        schedule = {"cron": cron, "timezone": name}
+        return settings(schedules={"weekly": {"active": True, "schedule": schedule}})
+
+    kept = keep_changes(zone("0 3 * * 0", "Europe/Berlin"), zone("0 3 * * 0", "UTC"), zone("0 4 * * 0", "UTC"))
+    assert kept == zone("0 4 * * 0", "Europe/Berlin")
+
+
+def test_after_a_command_that_failed_what_it_has_not_deployed_is_as_before() -> None:
+    old, new = settings(limit=1), settings(limit=2)
+    last = Deployed(deployments={"a": old, "b": old}, automations={"x": True})
+    before = Deployed(deployments={"a": old, "b": settings(paused=True)}, automations={"x": False})
+    fresh = Deployed(deployments={"a": new, "b": settings(paused=True), "c": new}, automations={"x": False})
+    assert last.over(before, fresh) == Deployed(deployments={"a": new, "b": old, "c": new}, automations={"x": True})
 
 
 def test_a_schedule_that_was_added_stays_and_one_that_was_removed_stays_away() -> None:

@@ -25,6 +25,8 @@ class Server(ThreadingHTTPServer):
     info = INFO
     key: str | None = None
     restart_between = False
+    page: str | None = None
+    """Given in place of every page."""
 
     @property
     def url(self) -> str:
@@ -38,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, Server)
+        if server.page is not None:
+            return self.answer(200, server.page)
         if self.path == "/metrics":
             if server.restart_between:
                 server.restart()
@@ -68,6 +72,33 @@ def server() -> Iterator[Server]:
 def test_a_page_without_metrics_is_refused():
     with pytest.raises(Refusal, match="--enable-metrics"):
         read_metrics("# HELP up x\n# TYPE up gauge\nup 1\n", "http://a", DRAFT)
+
+
+def test_a_web_page_is_no_metrics():
+    with pytest.raises(Refusal, match="gateway"):
+        read_metrics("<!DOCTYPE html>\n<html><body>Sign in</body></html>", "http://a", DRAFT)
+
+
+def test_counters_with_other_names_are_not_taken_for_silence():
+    assert read_metrics("# TYPE sglang:x gauge\nsglang:x 1\n", "http://a", DRAFT).counters == Counters()
+    with pytest.raises(Refusal, match="spec_verify_calls_total"):
+        read_metrics(
+            TEXT.replace("sglang:spec_verify_calls_total", "sglang:spec_verifications_total"), "http://a", DRAFT
+        )
+
+
+def test_a_page_of_something_else_hides_no_other_server(server: Server):
+    gateway = Server(("127.0.0.1", 0), Handler)
+    gateway.page = "[1]"
+    threading.Thread(target=gateway.serve_forever, daemon=True).start()
+    try:
+        found = scrape([gateway.url, server.url], ANSWER_S)
+        assert (list(found.readings), list(found.silent)) == ([server.url], [gateway.url])
+        with pytest.raises(Refusal, match="gateway"):
+            scrape([gateway.url], ANSWER_S)
+    finally:
+        gateway.shutdown()
+        gateway.server_close()
 
 
 def test_labels_are_summed():

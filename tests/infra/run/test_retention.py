@@ -46,6 +46,17 @@ def test_the_newest_finished_runs_of_each_recipe_stay(runs: Path) -> None:
     assert old_runs(runs, 5, 30) == []
 
 
+def test_a_damaged_recipe_keeps_no_other_run(runs: Path) -> None:
+    make(runs, "old", 31, "metrics.jsonl")
+    damaged = make(runs, "damaged", 31, "metrics.jsonl")
+    damaged.config.write_bytes(b"")
+    for path in (damaged.config, damaged.path):
+        os.utime(path, (0, 0))
+    assert names(old_runs(runs, 2, 30)) == {"damaged", "old"}
+    assert remove(damaged)
+    assert not damaged.path.exists()
+
+
 def test_an_unfinished_run_can_be_gone_on_with_for_a_while(runs: Path) -> None:
     make(runs, "young", 29, "metrics.jsonl", "ledger.sqlite")
     make(runs, "old", 31, "metrics.jsonl", "ledger.sqlite", "benchmark.json")

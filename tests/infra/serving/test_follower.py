@@ -104,6 +104,39 @@ def test_a_version_whose_canary_keeps_dying_goes_back(world: ServingWorld) -> No
     assert "died with it" in history(world.uri, DRAFT)[-1].reason
 
 
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_a_command_that_starts_no_server_is_not_the_version_s_fault(
+    world: ServingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.serving.fleet.BACKOFF_S", 0.1)
+    good = world.register(2.5)
+    world.promote(good)
+    servers = tuple(ServerConfig(url=f"http://127.0.0.1:{port}", command="false") for port in world.ports)
+    follower = world.follower(servers=servers)
+    deadline = time.monotonic() + 60
+    while not any("no server has started so far" in line for line in world.said) and time.monotonic() < deadline:
+        follower.round()
+    for _ in range(20):
+        follower.round()
+    assert any("no server has started so far" in line for line in world.said)
+    assert world.champion() == good
+    world.settle(world.follower())
+    assert world.running() == [good] * len(world.ports)
+    assert all(one.outcome != "rolled back" for one in history(world.uri, DRAFT))
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_first_version_that_does_not_start_goes_back_once_the_server_starts_without(
+    world: ServingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.serving.fleet.BACKOFF_S", 0.1)
+    world.promote(bad := world.register(broken=True))
+    world.settle(world.follower())
+    assert world.running() == [0]
+    assert world.champion() is None
+    assert (history(world.uri, DRAFT)[-1].version, history(world.uri, DRAFT)[-1].outcome) == (bad, "rolled back")
+
+
 def test_a_rollback_needs_no_trial(world: ServingWorld) -> None:
     follower = world.follower()
     first, second = world.register(2.0), world.register(2.5)

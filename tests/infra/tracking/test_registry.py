@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from infra.refusal import Refusal
 from infra.tracking import registry, runs
-from infra.tracking.client import NOTE, connect
+from infra.tracking.client import NOTE, connect, experiment_id
 from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
@@ -228,6 +229,13 @@ def test_a_name_with_an_apostrophe_is_no_filter(uri: str) -> None:
     with pytest.raises(ValueError, match="no draft o'brien is registered"):
         history(uri, "o'brien")
     assert registry.list_drafts(uri, "o'brien") == []
+
+
+def test_a_deleted_experiment_is_named_with_the_way_back(uri: str) -> None:
+    client = connect(uri)
+    client.delete_experiment(found := experiment_id(client, "gone"))
+    with pytest.raises(Refusal, match=f"mlflow experiments restore --experiment-id {found}"):
+        experiment_id(client, "gone")
 
 
 def test_processes_may_create_the_database_together(tmp_path: Path) -> None:
