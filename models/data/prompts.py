@@ -267,7 +267,14 @@ def read_prompts(
         template_arguments=dict(template_arguments or {}) if name != NONE else {},
         max_tokens=max(1024, 4 * config.prompt_tokens),
     )
-    encoder = SampleEncoder(tokenizer, data, add_bos, ends=frozenset(target.eos_ids), media_ids=target.media_ids)
+    encoder = SampleEncoder(
+        tokenizer,
+        data,
+        add_bos,
+        vocabulary=target.vocab_size,
+        ends=frozenset(target.eos_ids),
+        media_ids=target.media_ids,
+    )
     samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
     prompts = take_prompts(
         ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),

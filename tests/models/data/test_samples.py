@@ -254,6 +254,21 @@ def test_tokens_of_another_tokenizer_are_refused(make_tokenizer) -> None:
         list(encoder(make_tokenizer("x"), chat_template="tokenizer").encode([good]))
 
 
+@pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "chatml"])
+def test_text_with_a_token_beyond_the_target_s_vocabulary_is_left_out(make_tokenizer, template: str | None) -> None:
+    tokenizer = make_tokenizer(template)
+    known = len(tokenizer)
+    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
+    config = DataConfig(chat_template="tokenizer" if template else "none", min_tokens=2)
+    made = SampleEncoder(tokenizer, config, False, vocabulary=known)
+    documents = [chat(("user", f"{number}?"), ("assistant", "12")) for number in range(3)]
+    left_out = chat(("user", "3?"), ("assistant", "1<|new|>2"))
+    assert len(list(made.encode([*documents, left_out]))) == 3
+    (refusal,) = made.counts.refusals
+    assert refusal.startswith(f"a.jsonl:1: the tokenizer makes token {known} ('<|new|>') of the text, but the target")
+    assert "remove it from the text" in refusal
+
+
 MASKS = st.lists(st.booleans(), max_size=30)
 
 
