@@ -120,13 +120,19 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
             "leave the conversation out, or use a template with {% generation %} tags"
         )
     generated = "".join(text[start:end] for start, end in spans)
-    if not all(_says(generated, part) for part in (answer, *message.tools_called)):
+    lost = [said for said in (answer, *message.tools_called) if not _says(generated, said)]
+    if lost:
         raise UnrenderableError(
-            f"the chat template changes or drops what the assistant said in turn {turn + 1} ({message.content!r:.60}): "
+            f"the chat template changes or drops what the assistant said in turn {turn + 1} ({lost[0]!r:.60}): "
             "leave the conversation out, or correct the template"
         )
     end = _stop(template, document, turn, text, spans[-1])
     shown = _says(generated, thought)
+    if not shown and not answer and not message.tools_called:
+        raise UnrenderableError(
+            f"the answer in turn {turn + 1} is reasoning alone, for which the chat template has no place: leave the "
+            "conversation out"
+        )
     return Rendering(
         text=end,
         spans=(*spans[:-1], (spans[-1][0], len(end))),

@@ -260,7 +260,10 @@ def _without_thinking(document: Document) -> Document | None:
         for message in document.messages
     )
     pairs = zip(messages, document.messages, strict=True)
-    empty = any(old.content.strip() and not new.content.strip() and not new.tools_called for new, old in pairs)
+    empty = any(
+        (old.content.strip() or old.reasoning) and not new.content.strip() and not new.tools_called
+        for new, old in pairs
+    )
     return None if empty else replace(document, messages=messages)
 
 
