@@ -12,7 +12,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from infra.files.atomic import sha256_file
 from infra.files.cached_folder import build_once
 from infra.refusal import Refusal
-from infra.settings import cache_folder
+from infra.settings import cache_folder, expanded
 from models.data import hub
 
 KINDS = (".parquet", ".jsonl", ".json", ".txt")
@@ -46,10 +46,7 @@ def find_source(source: str) -> ResolvedSource:
         return _on_the_hub(source)
     if "://" in source:
         return _at_address(source)
-    try:
-        path = Path(source).expanduser()
-    except RuntimeError as error:
-        raise Refusal(f"data.source {source!r}: {error}: write the folder's whole path") from error
+    path = expanded("data.source", source)
     if path.is_dir():
         names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         _check_any(source, names)
