@@ -309,8 +309,9 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
             break
     if len(prompts) < 2:
         raise Refusal(
-            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
-            "benchmark.prompt_tokens, or give more text"
+            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: "
+            + ("hold more of the text out (data.heldout_share)" if seen < 2 else "raise benchmark.prompt_tokens")
+            + ", or give more text"
         )
     return [list(prompt) for prompt in prompts]
 
