@@ -99,6 +99,7 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     message, tools = document.messages[turn], document.tools
     messages = [message.as_dict() for message in document.messages[: turn + 1]]
     thought, answer = _parts(message)
+    _check_whole(template, turn, thought + answer)
     prompt, whole = template.render(messages[:-1], tools, prompt=True), template.render(messages, tools)
     # After an image the template's text has its tokens, not the mark.
     text = _after(prompt, whole, document.messages[turn - 1].content.rpartition(IMAGE)[2], thought)
@@ -140,6 +141,16 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
         thinking=thinks(generated) or bool(thought and shown),
         reasoning_dropped=not shown,
     )
+
+
+def _check_whole(template: ChatTemplate, turn: int, said: str) -> None:
+    """Raise UnrenderableError for an answer that goes on after a token at which the target stops."""
+    for mark in template.ends:
+        if mark in said.removesuffix(mark):
+            raise UnrenderableError(
+                f"the answer in turn {turn + 1} goes on after {mark}, where the target stops: remove it from the "
+                "answer, or leave the conversation out"
+            )
 
 
 def _tagged(template: ChatTemplate, messages: Messages, tools: Tools) -> list[Span]:

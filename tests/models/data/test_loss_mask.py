@@ -293,6 +293,14 @@ def test_a_template_without_tools_is_said_to_drop_the_call() -> None:
         tokenize_conversation(opened(CHATML), Document("chat.jsonl:7", turns, plain=False))
 
 
+def test_an_answer_that_goes_on_after_its_end_is_left_out(family: str) -> None:
+    template = FAMILIES[family].open()
+    end = template.ends[0]
+    with pytest.raises(ValueError, match=rf"chat\.jsonl:7: the answer in turn 2 goes on after {re.escape(end)}"):
+        tokenize_conversation(template, conversation(("user", "hi"), ("assistant", f"one{end}two")))
+    assert len(tokenize_conversation(template, conversation(("user", "hi"), ("assistant", f"one{end}")))) == 1
+
+
 def test_generation_tags_are_recognised() -> None:
     assert opened("a{%- generation -%}b{% endgeneration %}").marks_generation(())
     assert not opened("{% if add_generation_prompt %}{% endif %}").marks_generation(())
