@@ -47,6 +47,15 @@ def find_source(source: str) -> ResolvedSource:
     if "://" in source:
         return _at_address(source)
     path = expanded("data.source", source)
+    try:
+        return _on_disk(source, path)
+    except OSError as error:
+        raise Refusal(
+            f"data.source {source!r}: {error.filename} cannot be read ({error.strerror}): check its permissions"
+        ) from error
+
+
+def _on_disk(source: str, path: Path) -> ResolvedSource:
     if path.is_dir():
         names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         _check_any(source, names)
