@@ -34,8 +34,15 @@ def runs_folder() -> Path:
 
 
 def tracking_uri() -> str:
-    """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_folder() / 'mlflow.db'}"
+    """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders.
+
+    Raises Refusal for a folder that such an address cannot name.
+    """
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    if "?" in str(runs_folder()):
+        raise Refusal(f"{runs_folder()}: the address of MLflow's database cannot hold a ?: set $DRAFTSMITH_RUNS")
+    return f"sqlite:///{runs_folder() / 'mlflow.db'}"
 
 
 @contextmanager

@@ -16,3 +16,10 @@ def test_a_home_folder_is_only_needed_where_a_variable_is_not_set(monkeypatch: p
     monkeypatch.delenv("DRAFTSMITH_CACHE")
     with pytest.raises(Refusal, match=r"\$DRAFTSMITH_CACHE .* write the folder's whole path"):
         settings.cache_folder()
+
+
+def test_a_folder_that_the_database_s_address_cannot_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("DRAFTSMITH_RUNS", "/what?/runs")
+    with pytest.raises(Refusal, match=r"/what\?/runs: .*cannot hold a \?: set \$DRAFTSMITH_RUNS"):
+        settings.tracking_uri()
