@@ -57,7 +57,8 @@ def find_source(source: str) -> ResolvedSource:
 
 def _on_disk(source: str, path: Path) -> ResolvedSource:
     if path.is_dir():
-        names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        below = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        names = one_kind(name.as_posix() for name in below if not any(part.startswith(".") for part in name.parts))
         _check_any(source, names)
         files = tuple(SourceFile(path / name, str(path / name)) for name in names)
         return ResolvedSource(files, _hash((name, sha256_file(path / name)) for name in names))

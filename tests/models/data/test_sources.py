@@ -53,6 +53,7 @@ def test_folders_are_read_whole_and_one_kind_alone(tmp_path: Path) -> None:
     write(folder / "a.parquet", RECORDS[:3])
     (folder / "dataset_infos.json").write_text("{}")
     (folder / "licence.txt").write_text("MIT")
+    write(folder / ".cache" / "old.parquet", RECORDS)
     assert contents(folder) == contents(write(tmp_path / "all.jsonl", RECORDS))
     before = source_hash(str(folder))
     write(folder / "c.parquet", RECORDS[:1])
