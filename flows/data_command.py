@@ -26,7 +26,7 @@ def check(
     chat_template: Annotated[
         str, typer.Option("--chat-template", metavar="FILE", help="A template file, or `none` for plain text.")
     ] = "tokenizer",
-    samples: Annotated[int, typer.Option("--samples", metavar="N", help="Number of samples to show.")] = 2,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=0, help="Number of samples to show.")] = 2,
 ) -> None:
     """List every broken record, count the rest, and show samples with what a draft would learn in colour.
 

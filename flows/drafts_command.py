@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flows.init_command import write_output
 from infra.network.health import public
 from infra.network.ports import HOST
 from infra.refusal import Refusal
@@ -69,7 +70,7 @@ def overview(
 
     rows = read_drafts()
     if page is not None:
-        page.write_text(page_of(rows))
+        write_output("--page", page, page_of(rows))
         print(f"{len(rows)} drafts in {page}")
         return
     if not rows:

@@ -1,6 +1,8 @@
 """`draftsmith init TARGET SOURCE`: writes a recipe with everything that the target decides."""
 
+import os
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,24 +32,40 @@ def init(
     from models.config.recipe import as_recipe
     from models.config.target_settings import completed
 
-    name = name or re.sub(r"[^a-z0-9._-]+", "-", Path(target).name.lower()).strip("-._")
+    name = name or re.sub(r"[^a-z0-9._-]+", "-", os.path.basename(os.path.abspath(target)).lower()).strip("-._")
+    if not name:
+        raise Refusal(f"{target}: a recipe's name has Latin letters and digits, and this has none: choose a --name")
     output = output or Path(f"{name}.yaml")
     if output.exists():
         raise Refusal(f"{output} exists: remove it, or name another file with --output")
-    tree = completed({"name": name, "target": {"name": target}, "data": _data(source), **_pools()})
+    data = _data(source)
+    tree = completed({"name": name, "target": {"name": target}, "data": data, **_pools()})
     as_recipe(tree, str(output))
-    output.write_text(HEAD + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110))
-    print(
-        f"{output}\n\nnext:\n  draftsmith data check {source} --target {target}\n"
-        f"  draftsmith retrain {output} --plan\n  draftsmith retrain {output}"
-    )
+    text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
+    write_output("--output", output, HEAD + text)
+    check = ["data", "check", source, "--target", target]
+    if "chat_template" in data:
+        check += ["--chat-template", data["chat_template"]]
+    commands = [check, ["retrain", str(output), "--plan"], ["retrain", str(output)]]
+    print(f"{output}\n\nnext:", *(shlex.join(["draftsmith", *command]) for command in commands), sep="\n  ")
+
+
+def write_output(option: str, path: Path, text: str) -> None:
+    """Write a file that a person named with `option`. Raises Refusal where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Refusal(
+            f"{path} cannot be written ({error.strerror}): name a file in a folder that you may write to with {option}"
+        ) from error
 
 
 def _data(source: str) -> dict[str, Any]:
     """Settings for the kind of text that the source holds."""
     kind = kind_of(source)
     if not kind:
-        raise Refusal(f"{source} holds no record that can be used: `draftsmith data check {source}` lists why")
+        check = ["draftsmith", "data", "check", source]
+        raise Refusal(f"{source} holds no record that can be used: `{shlex.join(check)}` lists why")
     return {"source": source} | ({"chat_template": "none", "overlong": "split"} if kind != "conversation" else {})
 
 

@@ -1,7 +1,5 @@
 """`draftsmith retrain RECIPE --plan`: memory, speed, time and cost of a run, before it starts."""
 
-from pathlib import Path
-
 import yaml
 from rich.console import Console
 from rich.markdown import Markdown
@@ -9,6 +7,7 @@ from rich.markdown import Markdown
 from flows.data_command import print_findings
 from infra.planner.page import plan_page
 from infra.redaction import redacted
+from infra.settings import expanded
 from models.config.recipe import RunConfig
 from tasks.plan import checked_plan
 
@@ -25,5 +24,5 @@ def print_plan(config: RunConfig) -> None:
         print(dry_run(config.name, pool_specs(config.pools, config.generator.count), config.pools), end="")
     print("---", flush=True)
     Console(highlight=False).print(Markdown(page))
-    if Path(config.data.source).expanduser().exists():
+    if expanded("data.source", config.data.source).exists():
         print_findings(config.data.source, config.data.chat_template, config.data.max_broken_share)

@@ -10,23 +10,39 @@ from typing import NamedTuple
 
 from infra.records.data_path import CaptureSpec
 from infra.records.servers import ServerMachines
+from infra.refusal import Refusal
 
 TRUE = frozenset({"1", "true", "yes", "on"})
 
 
+def expanded(setting: str, path: str) -> Path:
+    """`path` with `~` replaced by a home folder. Raises Refusal, with the setting's name, where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise Refusal(f"{setting} {path!r}: {error}: write the folder's whole path") from error
+
+
 def cache_folder() -> Path:
     """Folder of converted targets and tokenized samples: $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
-    return Path(os.environ.get("DRAFTSMITH_CACHE", Path.home() / ".cache" / "draftsmith")).expanduser()
+    return expanded("$DRAFTSMITH_CACHE", os.environ.get("DRAFTSMITH_CACHE", "~/.cache/draftsmith"))
 
 
 def runs_folder() -> Path:
     """Parent of the run folders: $DRAFTSMITH_RUNS, or ./runs."""
-    return Path(os.environ.get("DRAFTSMITH_RUNS", "runs")).expanduser().absolute()
+    return expanded("$DRAFTSMITH_RUNS", os.environ.get("DRAFTSMITH_RUNS", "runs")).absolute()
 
 
 def tracking_uri() -> str:
-    """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{runs_folder() / 'mlflow.db'}"
+    """MLflow's address: $MLFLOW_TRACKING_URI, or a SQLite file beside the run folders.
+
+    Raises Refusal for a folder that such an address cannot name.
+    """
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
+        return uri
+    if "?" in str(runs_folder()):
+        raise Refusal(f"{runs_folder()}: the address of MLflow's database cannot hold a ?: set $DRAFTSMITH_RUNS")
+    return f"sqlite:///{runs_folder() / 'mlflow.db'}"
 
 
 @contextmanager
@@ -231,7 +247,7 @@ def ranks_store() -> str:
 
 def prefect_home() -> Path:
     """Prefect's folder, with the database of runs without a server: $PREFECT_HOME, or ~/.prefect."""
-    return Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect")).expanduser()
+    return expanded("$PREFECT_HOME", os.environ.get("PREFECT_HOME", "~/.prefect"))
 
 
 def prefect_api_url() -> str | None:
@@ -289,8 +305,8 @@ def hub_token() -> str | None:
     """The location of the Hugging Face token, never the token: "$HF_TOKEN", a file, or None."""
     if os.environ.get("HF_TOKEN"):
         return "$HF_TOKEN"
-    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")).expanduser()
-    file = Path(os.environ.get("HF_TOKEN_PATH", home / "token")).expanduser()
+    home = os.environ.get("HF_HOME", "~/.cache/huggingface")
+    file = expanded("$HF_TOKEN_PATH", os.environ.get("HF_TOKEN_PATH", f"{home}/token"))
     return str(file) if file.is_file() else None
 
 

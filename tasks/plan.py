@@ -24,7 +24,7 @@ from infra.pools.local import LocalPools
 from infra.quantities import figure, plural
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
-from infra.settings import runs_folder
+from infra.settings import expanded, runs_folder
 from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
 from models.config.data import LIVE, PLAIN_BATCH
@@ -309,11 +309,8 @@ def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]
     samples = plan.samples or data.max_samples or (lines and max(1, int(lines * (1 - data.heldout_share)))) or SAMPLES
     likely = data.max_tokens if data.overlong == "split" else tokens or data.max_tokens // 2
     mean = min(plan.mean_tokens or likely, data.max_tokens)
-    if (
-        data.source not in (PYTHON_DOCS, LIVE)
-        and "://" not in data.source
-        and not Path(data.source).expanduser().exists()
-    ):
+    is_file = data.source not in (PYTHON_DOCS, LIVE) and "://" not in data.source
+    if is_file and not expanded("data.source", data.source).exists():
         assumed.append(f"data.source {data.source} is not here (looked in {Path.cwd()}): a run needs it")
     if data.source == LIVE:
         assumed.append("users ask as fast as samples are captured: in truth a run lasts as long as they take")

@@ -125,6 +125,7 @@ def edit(file: Path, **changes: object) -> None:
 
 TARGETS = [
     ("no such folder", None, "./nowhere", "there is no folder ./nowhere", "looked in"),
+    ("no such user", None, "~nobody-here/x", "target.name '~nobody-here/x'", "write the folder's whole path"),
     ("not a target", lambda folder: (folder / "config.json").unlink(), None, "no Hugging Face folder", "config.json"),
     (
         "no weights",

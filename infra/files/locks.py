@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.files.folders import make_folder
+
 POLL_S = 0.1
 SWEEP_S = 2.0
 """A sweep that looks at a folder holds its lock for less."""
@@ -88,7 +90,7 @@ def _open(path: Path, mode: int) -> int:
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, flags)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with suppress(FileExistsError, FileNotFoundError):
             if mode == EVERYBODY:
                 _create_for_everybody(path)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from infra.files.folders import make_folder
 from infra.processes import supervisor
 from infra.processes.exit import REFUSED
 from infra.refusal import Refusal
@@ -198,7 +199,7 @@ def start(
     grace_s: float = 10.0,
 ) -> Process:
     """Start `command` under a supervisor with its output appended to `<logs>/<role>.log`."""
-    owner.logs.mkdir(parents=True, exist_ok=True)
+    make_folder(owner.logs)
     log = owner.logs / f"{role}.log"
     owned = [f"--owns={folder}" for folder in owner.folders]
     with log.open("ab") as output:

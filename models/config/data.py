@@ -38,8 +38,9 @@ class DataConfig(StrictConfig):
     source: Address = Field(
         default="python-docs",
         description="A `.jsonl`, `.json` or `.parquet` file of conversations (`conversations` or `messages`), of "
-        "`text`, or of `input_ids` with `loss_mask`; a `.txt` file with blank lines between documents; a folder of "
-        "such files. It is local or at an address like s3://bucket/prompts/. "
+        "`text`, or of `input_ids` with `loss_mask`; a `.txt` file with blank lines between documents; a folder, "
+        "of which only the files of the first kind that it holds are read (.parquet, .jsonl, .json, .txt), and none in "
+        "hidden folders. It is local or at an address like s3://bucket/prompts/. "
         "hf://datasets/OWNER/NAME[@REVISION]?config=C&split=S: a dataset of the Hugging Face Hub. `python-docs`: the "
         "documentation that comes with Python. `live`: what users ask the servers of generator.live from now on, with "
         "what they are answered; a run learns `max_samples` of it.",

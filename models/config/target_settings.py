@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from infra.planner.shapes import TargetShape, target_shape
 from infra.refusal import Refusal
-from infra.settings import cache_folder
+from infra.settings import cache_folder, expanded
 from models.config.benchmark import BenchmarkConfig
 from models.config.draft import parse_draft_config
 from models.config.latent import LatentAttention
@@ -74,7 +74,7 @@ def _converted(package: str) -> Path:
 
 
 def _huggingface(target: TargetConfig) -> Path:
-    folder = Path(target.name).expanduser()
+    folder = expanded("target.name", target.name)
     if folder.is_dir():
         return folder / "config.json"
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from infra.refusal import Refusal
+from infra.settings import expanded
 from models.config.data import TemplateArgument
 from models.data.thinking import CLOSED, Span
 
@@ -180,7 +181,7 @@ def read_template_file(name: str) -> str | None:
     """The text of the Jinja file that `data.chat_template` names; None if it names none. Raises Refusal without it."""
     if name in (OWN, NONE):
         return None
-    path = Path(name).expanduser()
+    path = expanded("data.chat_template", name)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

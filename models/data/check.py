@@ -57,8 +57,8 @@ def check_data(config: DataConfig) -> DataCheck:
         kinds[kind_of(document)] += 1
         if document.plain and not document.tokens and config.chat_template != NONE:
             raise Refusal(
-                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none, or give "
-                "conversations"
+                f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none "
+                "(`data check`: --chat-template none), or give conversations"
             )
         roles.update(message.role for message in document.messages if not document.plain)
         silent += not document.plain and all(message.role != "assistant" for message in document.messages)

@@ -213,6 +213,8 @@ def _turns(place: str, turns: Any, role_key: str, content_key: str) -> tuple[Mes
         content = _text(turn.get(content_key)) if isinstance(turn, dict) else None
         if content is None and calls:
             content = ""  # as in OpenAI's API
+        if content == "" and turn.get("refusal"):
+            content = None
         if content is None or role_key not in turn:
             raise Refusal(
                 f"{place}: turn {number} needs {role_key!r} and {content_key!r} (text): correct it; got {turn!r:.80}"
@@ -263,7 +265,8 @@ def _text(content: Any) -> str | None:
 def _calls(place: str, turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Tool calls with their arguments as an object: serving engines parse them before they render the template."""
     calls: list[dict[str, Any]] = []
-    given = _parsed(turn.get("tool_calls")) or []
+    old = _parsed(turn.get("function_call"))  # of OpenAI's API before tools
+    given = _parsed(turn.get("tool_calls")) or ([old] if old else [])
     if not isinstance(given, list):
         raise Refusal(f"{place}: tool_calls is not a list: {given!r:.80}. Correct it, or leave the key out")
     for call in given:

@@ -19,7 +19,7 @@ from models.data.conversations import Document, Message
 from models.data.images import ImageShelf
 from models.data.media import Image, Prompt
 from models.data.rendering import render_turn
-from models.data.samples import PLACEHOLDER, TEXT_ALONE, text_prefix
+from models.data.samples import PLACEHOLDER, TEXT_ALONE, text_prefix, unknown_token
 from models.data.thinking import CLOSED, OPENED, split_thinking
 
 PLACEHOLDER_SAID = " holds a token that stands for an image, and there is none"
@@ -122,6 +122,9 @@ class Prompter:
         shelf: reads and keeps images; None: there are none.
     """
 
+    vocabulary: int | None = None
+    """Size of the target's vocabulary; default: the tokenizer's."""
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -162,6 +165,10 @@ class Prompter:
             prompt = self.prompt(dialogue.so_far())
         except UnrenderableError as error:
             dialogue.fault = str(error)
+            return None
+        if self.vocabulary is not None and (largest := max(prompt.tokens, default=0)) >= self.vocabulary:
+            unknown = unknown_token(self._tokenizer, largest, self.vocabulary)
+            dialogue.fault = f"{dialogue.document.place}: {unknown}"
             return None
         if not prompt.images and not self._media_ids.isdisjoint(prompt.tokens):
             dialogue.fault = f"{dialogue.document.place}: {PLACEHOLDER}"

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 )
 
 from infra.refusal import Refusal
+from infra.settings import expanded
 
 SCHEME = "hf://"
 CONVERTED = "refs/convert/parquet"
@@ -33,7 +34,7 @@ def model_folder(setting: str, name: str, revision: str | None, patterns: list[s
 
     Raises Refusal, with the recipe's `setting`, if there is neither.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(setting, name)
     if folder.is_dir():
         return folder.absolute()
     with _refusals(f"{setting}: there is no folder {name} (looked in {Path.cwd()})", name, revision, ""):

@@ -37,7 +37,7 @@ from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
-FORMAT = 6
+FORMAT = 7
 """Increment when the same input gives other samples."""
 
 BINS = 24

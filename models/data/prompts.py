@@ -267,7 +267,14 @@ def read_prompts(
         template_arguments=dict(template_arguments or {}) if name != NONE else {},
         max_tokens=max(1024, 4 * config.prompt_tokens),
     )
-    encoder = SampleEncoder(tokenizer, data, add_bos, ends=frozenset(target.eos_ids), media_ids=target.media_ids)
+    encoder = SampleEncoder(
+        tokenizer,
+        data,
+        add_bos,
+        vocabulary=target.vocab_size,
+        ends=frozenset(target.eos_ids),
+        media_ids=target.media_ids,
+    )
     samples = islice(encoder.encode(read_documents(source)), SAMPLES_PER_PROMPT * config.prompts)
     prompts = take_prompts(
         ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
@@ -302,8 +309,9 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
             break
     if len(prompts) < 2:
         raise Refusal(
-            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: raise "
-            "benchmark.prompt_tokens, or give more text"
+            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: "
+            + ("hold more of the text out (data.heldout_share)" if seen < 2 else "raise benchmark.prompt_tokens")
+            + ", or give more text"
         )
     return [list(prompt) for prompt in prompts]
 

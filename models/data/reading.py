@@ -142,7 +142,7 @@ def _paragraphs(file: SourceFile) -> Iterator[Row]:
 
 def _lines(path: Path, place: str) -> Iterator[tuple[int, str]]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # Windows programs write a byte-order mark
             yield from enumerate(file, start=1)
     except UnicodeDecodeError as error:
         raise Refusal(f"{place} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error

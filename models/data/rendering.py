@@ -99,6 +99,7 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
     message, tools = document.messages[turn], document.tools
     messages = [message.as_dict() for message in document.messages[: turn + 1]]
     thought, answer = _parts(message)
+    _check_whole(template, turn, thought + answer)
     prompt, whole = template.render(messages[:-1], tools, prompt=True), template.render(messages, tools)
     # After an image the template's text has its tokens, not the mark.
     text = _after(prompt, whole, document.messages[turn - 1].content.rpartition(IMAGE)[2], thought)
@@ -120,13 +121,19 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
             "leave the conversation out, or use a template with {% generation %} tags"
         )
     generated = "".join(text[start:end] for start, end in spans)
-    if not all(_says(generated, part) for part in (answer, *message.tools_called)):
+    lost = [said for said in (answer, *message.tools_called) if not _says(generated, said)]
+    if lost:
         raise UnrenderableError(
-            f"the chat template changes or drops what the assistant said in turn {turn + 1} ({message.content!r:.60}): "
+            f"the chat template changes or drops what the assistant said in turn {turn + 1} ({lost[0]!r:.60}): "
             "leave the conversation out, or correct the template"
         )
     end = _stop(template, document, turn, text, spans[-1])
     shown = _says(generated, thought)
+    if not shown and not answer and not message.tools_called:
+        raise UnrenderableError(
+            f"the answer in turn {turn + 1} is reasoning alone, for which the chat template has no place: leave the "
+            "conversation out"
+        )
     return Rendering(
         text=end,
         spans=(*spans[:-1], (spans[-1][0], len(end))),
@@ -134,6 +141,16 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
         thinking=thinks(generated) or bool(thought and shown),
         reasoning_dropped=not shown,
     )
+
+
+def _check_whole(template: ChatTemplate, turn: int, said: str) -> None:
+    """Raise UnrenderableError for an answer that goes on after a token at which the target stops."""
+    for mark in template.ends:
+        if mark in said.removesuffix(mark):
+            raise UnrenderableError(
+                f"the answer in turn {turn + 1} goes on after {mark}, where the target stops: remove it from the "
+                "answer, or leave the conversation out"
+            )
 
 
 def _tagged(template: ChatTemplate, messages: Messages, tools: Tools) -> list[Span]:

@@ -67,6 +67,7 @@ class SampleEncoder:
         bos: Any = self.tokenizer.bos_token_id
         if self.add_bos and bos is None:
             raise Refusal("target.add_bos is set, but the tokenizer has no beginning-of-text token: set it to false")
+        self.known = self.vocabulary or len(self.tokenizer)
         self._text_prefix = text_prefix(self.tokenizer, self.add_bos)
         self.template = open_chat_template(
             self.tokenizer, self.config.chat_template, self.config.template_arguments, self.ends
@@ -139,7 +140,7 @@ class SampleEncoder:
 
     def _tokens(self, document: Document, counts: PreparationCounts) -> Iterator[EncodedSample]:
         """Samples of tokens, which a user or the target made."""
-        place, known = document.place, self.vocabulary or len(self.tokenizer)
+        place, known = document.place, self.known
         if self.template is not None and not document.messages:
             raise Refusal(
                 f"{place}: tokens have no turns for a chat template: set data.chat_template=none, or give conversations"
@@ -215,6 +216,10 @@ class SampleEncoder:
         if len(media) and not masked.images:
             counts.refusals.append(f"{document.place}: {PLACEHOLDER}")
             return
+        largest = max(int(tokens.max(initial=0)), *prefix, 0)
+        if largest >= self.known:
+            counts.refusals.append(f"{document.place}: {unknown_token(self.tokenizer, largest, self.known)}")
+            return
         room, overlong = self.config.max_tokens - len(prefix), None
         if len(tokens) > room:
             # An image is seen whole or not at all.
@@ -255,8 +260,19 @@ def _without_thinking(document: Document) -> Document | None:
         for message in document.messages
     )
     pairs = zip(messages, document.messages, strict=True)
-    empty = any(old.content.strip() and not new.content.strip() and not new.tools_called for new, old in pairs)
+    empty = any(
+        (old.content.strip() or old.reasoning) and not new.content.strip() and not new.tools_called
+        for new, old in pairs
+    )
     return None if empty else replace(document, messages=messages)
+
+
+def unknown_token(tokenizer: PreTrainedTokenizerBase, token: int, known: int) -> str:
+    """Why a text with this token, which the tokenizer has and the target has not, cannot be used."""
+    return (
+        f"the tokenizer makes token {token} ({tokenizer.decode([token])!r}) of the text, but the target knows {known} "
+        "tokens: remove it from the text, or give the target the tokenizer that it was trained with"
+    )
 
 
 def last_run(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from infra.files.atomic import sha256_file
 from infra.files.cached_folder import build_once
 from infra.refusal import Refusal
-from infra.settings import cache_folder
+from infra.settings import cache_folder, expanded
 from models.data import hub
 
 KINDS = (".parquet", ".jsonl", ".json", ".txt")
@@ -46,12 +46,19 @@ def find_source(source: str) -> ResolvedSource:
         return _on_the_hub(source)
     if "://" in source:
         return _at_address(source)
+    path = expanded("data.source", source)
     try:
-        path = Path(source).expanduser()
-    except RuntimeError as error:
-        raise Refusal(f"data.source {source!r}: {error}: write the folder's whole path") from error
+        return _on_disk(source, path)
+    except OSError as error:
+        raise Refusal(
+            f"data.source {source!r}: {error.filename} cannot be read ({error.strerror}): check its permissions"
+        ) from error
+
+
+def _on_disk(source: str, path: Path) -> ResolvedSource:
     if path.is_dir():
-        names = one_kind(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
+        below = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+        names = one_kind(name.as_posix() for name in below if not any(part.startswith(".") for part in name.parts))
         _check_any(source, names)
         files = tuple(SourceFile(path / name, str(path / name)) for name in names)
         return ResolvedSource(files, _hash((name, sha256_file(path / name)) for name in names))

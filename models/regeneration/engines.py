@@ -191,7 +191,7 @@ def recipe_prompter(run: RunWithTarget, images: Path) -> Prompter:
     data, path = run.config.data, Path(run.target.path)
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(path)
     ends = frozenset(run.target.eos_ids)
-    return Prompter(
+    prompter = Prompter(
         tokenizer,
         open_chat_template(tokenizer, data.chat_template, data.template_arguments, ends),
         regeneration_settings(run),
@@ -201,6 +201,8 @@ def recipe_prompter(run: RunWithTarget, images: Path) -> Prompter:
         media_ids=run.target.media_ids,
         shelf=None if data.images is None else ImageShelf(data.images, images, ImageProcessor(path)),
     )
+    prompter.vocabulary = run.target.vocab_size
+    return prompter
 
 
 def start_text_engine(run: RunWithTarget, images: Path) -> TextEngine:

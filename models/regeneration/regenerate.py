@@ -42,7 +42,7 @@ from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
-FORMAT = 5
+FORMAT = 6
 """Increment when the same input gives other prompts."""
 REFUSED = ".refused.jsonl"
 """Suffix of the list of dialogues that ended early or before their first answer, with the reasons."""

@@ -1,6 +1,8 @@
 """The command line, run as a person runs it."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -229,6 +231,52 @@ def test_a_recipe_is_made_for_a_target_and_text(home: Path, tiny_target, tmp_pat
     assert "data: 2 plain texts; 1 broken record left out" in planned.stdout
     refused = draftsmith(home, "retrain", str(recipe), "--plan")
     assert (refused.returncode, "data.max_broken_share=0.2 allows" in refused.stderr) == (2, True)
+
+
+def test_the_commands_that_init_prints_can_be_run(home: Path, tiny_target, tmp_path: Path) -> None:
+    source = tmp_path / "my text.txt"
+    source.write_text("Some words of a document.\n\nAnd of another one.\n")
+    recipe = tmp_path / "my own.yaml"
+    made = draftsmith(home, "init", tiny_target.path, str(source), "--output", str(recipe))
+    assert made.returncode == 0, made.stderr
+    check, plan, _ = (shlex.split(line)[1:] for line in made.stdout.partition("next:\n")[2].splitlines())
+    assert check[2] == str(source)
+    checked = draftsmith(home, *check)
+    assert checked.returncode == 0, checked.stderr
+    assert plan == ["retrain", str(recipe), "--plan"]
+
+
+def test_a_recipe_is_named_after_its_target_s_folder(
+    tiny_target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("Some words of a document.\n")
+    for folder, message in (("Small One", ""), ("模型", "choose a --name")):
+        shutil.copytree(tiny_target.path, tmp_path / folder)
+        monkeypatch.chdir(tmp_path / folder)
+        result = CliRunner().invoke(app, ["init", ".", "../a.txt"])
+        assert message in str(result.exception or "")
+        assert (result.exit_code == 0) == (not message)
+    assert load_recipe(tmp_path / "Small One" / "small-one.yaml").name == "small-one"
+
+
+def test_a_recipe_in_a_folder_that_is_not_there_is_refused(home: Path, tiny_target, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words of a document.\n")
+    written = tmp_path / "none" / "a.yaml"
+    said = refusal(home, "init", tiny_target.path, str(tmp_path / "a.txt"), "--output", str(written))
+    assert f"{written} cannot be written (No such file or directory): name a file in a folder" in said
+    page = refusal(home, "drafts", "overview", "--page", str(tmp_path / "none" / "a.html"))
+    assert "a.html cannot be written" in page
+
+
+def test_a_target_of_a_user_that_is_not_there_is_refused(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words of a document.\n")
+    said = refusal(home, "init", "~nobody-here/x", str(tmp_path / "a.txt"))
+    assert "target.name '~nobody-here/x'" in said
+    assert "write the folder's whole path" in said
+
+
+def test_a_negative_number_of_samples_is_refused(home: Path) -> None:
+    assert "--samples" in refusal(home, "data", "check", "a.txt", "--target", "x", "--samples", "-1")
 
 
 def test_data_are_checked(home: Path, tmp_path: Path) -> None:

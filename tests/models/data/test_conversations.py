@@ -110,6 +110,34 @@ def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
         list(read_documents(str(path)))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
+    text = {"a.jsonl": '{"text": "fine"}', "a.json": '[{"text": "fine"}]', "a.txt": "fine"}[name]
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert [document.text for document in read_documents(str(tmp_path / name))] == ["fine"]
+
+
+def test_an_old_function_call_is_a_tool_call(tmp_path: Path) -> None:
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    read = [
+        next(read_documents(write(tmp_path / "a.jsonl", json.dumps({"messages": [turn]})))).messages
+        for content in ("", None)
+        for turn in (
+            {"role": "assistant", "content": content, "function_call": call},
+            {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": call}]},
+        )
+    ]
+    assert read[0][0].tools_called == ("add",)
+    assert read == [read[0]] * 4
+
+
+def test_an_answer_that_was_refused_is_not_an_empty_one(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "", "refusal": "I will not."}
+    source = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": "hi"}, turn]}))
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: turn 2 needs 'role' and 'content' .*'refusal': 'I will not"):
+        list(read_documents(source))
+
+
 def test_identity_is_the_content(tmp_path: Path) -> None:
     def only(name: str, text: str) -> Document:
         return next(read_documents(write(tmp_path / name, text)))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from models.data.chat_template import ChatTemplate, open_chat_template
 from models.data.conversations import Document, Message
 from models.data.loss_mask import MaskedTokens, runs_of, tokenize_conversation
-from tests.models.chat_templates import FAMILIES, QWEN3, make_tokenizer
+from tests.models.chat_templates import CHATML, FAMILIES, QWEN3, make_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": {"word": "list"}}}
@@ -284,6 +284,21 @@ def test_a_template_that_changes_the_words_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"chat\.jsonl:7: .*in another way than its own prompt begins it"):
         tokenize_conversation(opened(another), document)
+
+
+def test_a_template_without_tools_is_said_to_drop_the_call() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    turns = (Message("user", "hi"), Message("assistant", "", more={"tool_calls": [call]}))
+    with pytest.raises(ValueError, match=r"what the assistant said in turn 2 \('weather'\)"):
+        tokenize_conversation(opened(CHATML), Document("chat.jsonl:7", turns, plain=False))
+
+
+def test_an_answer_that_goes_on_after_its_end_is_left_out(family: str) -> None:
+    template = FAMILIES[family].open()
+    end = template.ends[0]
+    with pytest.raises(ValueError, match=rf"chat\.jsonl:7: the answer in turn 2 goes on after {re.escape(end)}"):
+        tokenize_conversation(template, conversation(("user", "hi"), ("assistant", f"one{end}two")))
+    assert len(tokenize_conversation(template, conversation(("user", "hi"), ("assistant", f"one{end}")))) == 1
 
 
 def test_generation_tags_are_recognised() -> None:

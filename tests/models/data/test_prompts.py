@@ -29,3 +29,5 @@ def test_count_and_repeats():
 def test_too_few_prompts_are_refused():
     with pytest.raises(ValueError, match="1 of 2 samples"):
         take_prompts([sample(10, 0), sample(100, 70)], 5, 64)
+    with pytest.raises(ValueError, match=r"1 of 1 samples .*: hold more of the text out \(data\.heldout_share\)"):
+        take_prompts([sample(10, 0)], 5, 64)

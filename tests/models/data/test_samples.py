@@ -254,6 +254,21 @@ def test_tokens_of_another_tokenizer_are_refused(make_tokenizer) -> None:
         list(encoder(make_tokenizer("x"), chat_template="tokenizer").encode([good]))
 
 
+@pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "chatml"])
+def test_text_with_a_token_beyond_the_target_s_vocabulary_is_left_out(make_tokenizer, template: str | None) -> None:
+    tokenizer = make_tokenizer(template)
+    known = len(tokenizer)
+    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
+    config = DataConfig(chat_template="tokenizer" if template else "none", min_tokens=2)
+    made = SampleEncoder(tokenizer, config, False, vocabulary=known)
+    documents = [chat(("user", f"{number}?"), ("assistant", "12")) for number in range(3)]
+    left_out = chat(("user", "3?"), ("assistant", "1<|new|>2"))
+    assert len(list(made.encode([*documents, left_out]))) == 3
+    (refusal,) = made.counts.refusals
+    assert refusal.startswith(f"a.jsonl:1: the tokenizer makes token {known} ('<|new|>') of the text, but the target")
+    assert "remove it from the text" in refusal
+
+
 MASKS = st.lists(st.booleans(), max_size=30)
 
 
@@ -355,12 +370,21 @@ def test_an_answer_that_was_reasoning_alone_is_left_out(make_tokenizer) -> None:
     calling = Message("assistant", "<think>hm</think>", more={"tool_calls": [call]})
     documents = [
         chat(("user", "1?"), ("assistant", "<think>hm and")),
+        Document("a", (Message("user", "1?"), Message("assistant", "", "hm")), plain=False),
         chat(("user", "2?"), ("assistant", "")),
         Document("b", (Message("user", "3?"), calling), plain=False),
     ]
     kept = [made.tokenizer.decode(sample.tokens) for sample in made.encode(documents)]
     assert ["1?" in "".join(kept), "2?" in "".join(kept), "3?" in "".join(kept)] == [False, True, True]
-    assert made.counts.unusable == 1
+    assert made.counts.unusable == 2
+
+
+def test_reasoning_alone_is_no_empty_answer_where_the_template_drops_it(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(CHATML), chat_template="tokenizer", max_tokens=500)
+    document = Document("a.jsonl:1", (Message("user", "1?"), Message("assistant", "", "hm")), plain=False)
+    assert list(made.encode([chat(("user", "2?"), ("assistant", "12")), document])) != []
+    (refusal,) = made.counts.refusals
+    assert refusal.startswith("a.jsonl:1: the answer in turn 2 is reasoning alone")
 
 
 def test_documents_with_a_benchmark_s_prompt_are_left_out_and_counted(make_tokenizer) -> None:

@@ -1,5 +1,6 @@
 """Where text may lie: every kind of file, folders, addresses; the same text is the same documents."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from infra.refusal import Refusal
+from models.data import sources
 from models.data.conversations import read_documents, source_hash, source_revision
 from models.data.sources import find_source
 
@@ -51,11 +53,24 @@ def test_folders_are_read_whole_and_one_kind_alone(tmp_path: Path) -> None:
     write(folder / "a.parquet", RECORDS[:3])
     (folder / "dataset_infos.json").write_text("{}")
     (folder / "licence.txt").write_text("MIT")
+    write(folder / ".cache" / "old.parquet", RECORDS)
     assert contents(folder) == contents(write(tmp_path / "all.jsonl", RECORDS))
     before = source_hash(str(folder))
     write(folder / "c.parquet", RECORDS[:1])
     assert source_hash(str(folder)) != before
     assert [Path(file.place).name for file in find_source(str(folder)).files] == ["a.parquet", "c.parquet", "b.parquet"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", ""])
+def test_a_file_that_nobody_may_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    file = write(tmp_path / "a.jsonl", RECORDS)
+
+    def denied(_file: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(sources, "sha256_file", denied)
+    with pytest.raises(Refusal, match=r"data\.source .*a\.jsonl cannot be read \(Permission denied\): check its perm"):
+        find_source(str(tmp_path / name))
 
 
 def test_folders_at_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

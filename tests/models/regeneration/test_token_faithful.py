@@ -55,6 +55,15 @@ def prompter_of(name: str, **settings: Any) -> Prompter:
     return Prompter(template.tokenizer, template, RegenerationConfig(**settings), add_bos=False, ends=frozenset(ends))
 
 
+def test_a_prompt_with_a_token_beyond_the_target_s_vocabulary_is_a_fault() -> None:
+    prompter = prompter_of("chatml")
+    prompter.vocabulary = 5
+    dialogue = Dialogue(Document("here", (Message("user", "a"),), plain=False))
+    assert prompter.next(dialogue) is None
+    assert dialogue.fault.startswith("here: the tokenizer makes token ")
+    assert "but the target knows 5 tokens: remove it" in dialogue.fault
+
+
 @pytest.mark.parametrize("reasons", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_next_prompt_is_a_client_s(name: str, reasons: bool) -> None:

@@ -1,0 +1,21 @@
+"""Folders that a user may not be allowed to create."""
+
+import errno
+from pathlib import Path
+
+from infra.refusal import Refusal
+
+DENIED = (errno.EPERM, errno.EACCES, errno.EROFS)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its parents if they are missing. Raises Refusal where this user may not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in DENIED:
+            raise
+        raise Refusal(
+            f"{folder} cannot be created ({error.strerror}): start in a folder that you may write to, or choose others "
+            "by $DRAFTSMITH_RUNS and $DRAFTSMITH_CACHE"
+        ) from error
