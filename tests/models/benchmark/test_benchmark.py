@@ -20,7 +20,7 @@ from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCount
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import MeasuredGoodput
 from models.benchmark import conditions as benchmark_conditions
-from models.benchmark import smoke, standalone
+from models.benchmark import contestants, smoke, standalone
 from models.benchmark.contestants import Contestants, SelectedLayers, load_contestants, same_build
 from models.benchmark.harness import Harness, HarnessPlan, Place
 from models.benchmark.harness_result import lines as lines_of
@@ -377,6 +377,18 @@ def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target
         for generator in [torch.Generator().manual_seed(1)]
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_the_exact_target_goes_where_there_is_room(run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted: list[int] = []
+    monkeypatch.setattr(contestants, "device_with", lambda nbytes: wanted.append(nbytes) or torch.device("meta"))
+    rough = load_contestants(target, [run.folder.export], torch.bfloat16)
+    assert rough.exact().device == torch.device("meta")
+    assert rough.exact().head_weight.dtype == torch.float32
+    assert wanted == [int((target / "model.safetensors").stat().st_size / 0.9)]
+    single = load_contestants(target, [run.folder.export], torch.float32)
+    assert single.exact() is single.target
+    assert len(wanted) == 1
 
 
 def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_path: Path):
