@@ -1,13 +1,20 @@
 """`draftsmith bench`: acceptance and speed of a draft on suites of prompts."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
 
+from infra.pools.base import Pool, PoolBusyError, PoolSpec
+from infra.pools.local import LocalPools
+from infra.processes.process import Owner
 from infra.refusal import Refusal
+from infra.settings import visible_devices
 from models.config.bench_arguments import bench_parser
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -23,7 +30,26 @@ def bench(context: typer.Context) -> None:
     with TemporaryDirectory(prefix="draftsmith-bench-") as folder:
         if options.champion_of:
             command += ["--champion", str(_champion(options.champion_of, Path(folder)))]
-        raise typer.Exit(subprocess.run(command, check=False).returncode)
+        with _leased(Path(folder)) as pool:
+            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(pool.gpus)}
+            # The child keeps the locks if this process is killed.
+            ended = subprocess.run(command, env=environment, pass_fds=pool.owner.locks, check=False)
+        raise typer.Exit(ended.returncode)
+
+
+@contextmanager
+def _leased(folder: Path) -> Iterator[Pool]:
+    """The GPUs that $CUDA_VISIBLE_DEVICES names, else one where there is one. Raises Refusal for busy ones."""
+    pools, named, owner = LocalPools(), visible_devices(), Owner(f"bench-{os.getpid()}", folder)
+    count = min(1, len(pools.gpus)) if named is None else len(named)
+    try:
+        (pool,) = pools.acquire([PoolSpec("inference", count)], owner)
+    except PoolBusyError as error:
+        raise Refusal(f"{error}; wait for them, or measure on the CPU (CUDA_VISIBLE_DEVICES=)") from error
+    try:
+        yield pool
+    finally:
+        pools.release(owner.name)
 
 
 def _champion(name: str, folder: Path) -> Path:

@@ -180,6 +180,11 @@ def cuda_home() -> Path | None:
     return Path(text) if text else None
 
 
+def c_compiler() -> str | None:
+    """The C compiler that Triton is told to use, by $CC."""
+    return os.environ.get("CC")
+
+
 def permitted_gpus() -> tuple[str, ...]:
     """The GPUs (UUIDs) that runs on this machine may lease, by $DRAFTSMITH_GPUS; empty: all."""
     return tuple(gpu for gpu in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if gpu)

@@ -24,6 +24,14 @@ def compute_device() -> torch.device:
     return torch.device("cpu")
 
 
+def device_with(nbytes: int) -> torch.device:
+    """The device to compute on if `nbytes` of its memory are free, else the CPU."""
+    device = compute_device()
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < nbytes:
+        return torch.device("cpu")
+    return device
+
+
 def leased_bytes() -> list[int]:
     """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's."""
     names, inventory = leased_gpus(), read_gpus()

@@ -55,6 +55,9 @@ def checks() -> tuple[Check, ...]:
         ("compute capability", lambda: cuda.capabilities(gpus(), cuda.version_file()), rebuild),
         ("torch on GPUs", lambda: cuda.torch_works(gpus()),
          f"{rebuild}; where the driver was updated just now, restart the machine"),
+        ("C compiler", lambda: cuda.kernel_builds(gpus()),
+         "on GPUs training compiles its kernels in the first step (Debian: apt install gcc python3-dev, or the -dev "
+         "package of the Python in use)"),
         ("RDMA", devices.rdma, "no port is active: check cable, switch and subnet manager"),
         ("RDMA access", devices.rdma_access,
          "pass the devices into the container (`--device=/dev/infiniband`), or load ib_uverbs"),

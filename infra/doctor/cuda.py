@@ -10,12 +10,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from sysconfig import get_path
 
 from infra.doctor.finding import Finding, judge
 from infra.doctor.software import installed
 from infra.pools.gpus import Gpus
 from infra.quantities import plural
-from infra.settings import cuda_home
+from infra.settings import c_compiler, cuda_home
 
 CAPABILITIES = {12: ((5, 0), (9, 0)), 13: ((7, 5), (12, 1))}
 """By CUDA major version: compute capabilities that torch's wheels hold code for (github.com/pytorch/pytorch/pull/175253
@@ -96,6 +97,19 @@ def torch_works(inventory: Gpus | None, python: Path = Path(sys.executable)) -> 
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return judge(f"torch cannot compute on them: {said}", problem=True)
     return judge(f"torch computes on {plural(int(done.stdout.split()[-1]), 'GPU')}")
+
+
+def kernel_builds(inventory: Gpus | None, root: Path = Path("/")) -> Finding | list[Finding]:
+    """Whether Triton can compile: it links a small module of its own in C before it launches the first kernel."""
+    if inventory is None or not inventory.gpus:
+        return []
+    named = c_compiler()
+    wanted = [named] if named else ["gcc", "clang"]
+    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    header = root / Path(get_path("include", "posix_prefix")).relative_to("/") / "Python.h"
+    missing = [] if compiler else [f"a C compiler ({' or '.join(wanted)})"]
+    missing += [] if header.is_file() else [str(header)]
+    return judge(f"missing: {' and '.join(missing)}" if missing else str(compiler), problem=bool(missing))
 
 
 def sglang_environment(environment: Path, inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:

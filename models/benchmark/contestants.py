@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from infra.refusal import Refusal
-from models.devices import compute_device
+from models.benchmark.counter import FREE_SHARE
+from models.devices import compute_device, device_with
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Along, ChangedTurns, DrawingSource, PackedTexts, RolloutSource
 from models.drafts.sampling import Sampling
@@ -19,6 +20,7 @@ from models.targets.model import TargetModel, eos_ids
 from models.targets.packed import pack_products
 from models.targets.quantization import read_quantization
 from models.targets.recommended import recommended_sampling
+from models.targets.weights import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Contestants:
 
     target: TargetModel
     exact: Callable[[], TargetModel]
-    """The target in float32; the target itself if it is float32."""
+    """The target in float32, on the CPU where the device has no room for it; the target itself if it is float32."""
     drafts: Sequence[DrawingSource]
     """The draft, then the champion if there is one."""
     eos_ids: frozenset[int]
@@ -61,7 +63,11 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype, 
 
     @cache
     def exact() -> TargetModel:
-        return model if dtype == torch.float32 else TargetModel.load(target, layers, torch.float32, device)
+        if dtype == torch.float32:
+            return model
+        # Beside the target itself, whose decoding goes on: one forward at each divergence is fast enough on the CPU.
+        place = device_with(int(weight_bytes(target, torch.float32) / FREE_SHARE))
+        return TargetModel.load(target, layers, torch.float32, place)
 
     sources = [_reading_its_own(loaded, layers, mixed) for loaded in drafts]
     return Contestants(model, exact, sources, eos_ids(target), recommended_sampling(target))

@@ -31,7 +31,7 @@ from models.decoding.acceptance import AcceptedCounts, summarise
 from models.devices import leased_bytes
 from models.export.description import UNQUANTIZED_DRAFT, check_precision, read_description
 from models.progress_bars import Advance, Bar, bars
-from models.run import PreparedRun
+from models.run import PreparedRun, RunWithTarget
 from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
 
@@ -217,12 +217,17 @@ def acceptance_of(answers: Sequence[Answer], lookahead: int) -> Acceptance:
     return summarise([(counts_of(answer, lookahead),) for answer in answers])
 
 
-def setup_of(run: PreparedRun, prompt_tokens: int = 0) -> Setup:
-    """How a run's target is served; `prompt_tokens`: of prompts that are longer than benchmark.prompt_tokens."""
-    config = run.config.benchmark
+def setup_of(run: RunWithTarget, prompt_tokens: int = 0) -> Setup:
+    """How a run's target is served: on as many GPUs as a generator's copy.
+
+    `prompt_tokens`: of prompts that are longer than benchmark.prompt_tokens.
+    """
+    config, generator = run.config.benchmark, run.config.generator
+    # A copy on more GPUs than a generator's has could have a number of ranks that does not divide the target's heads.
+    sglang = generator.sglang.model_copy(update={"tensor_parallel": run.config.gpus_per_copy})
     return Setup(
         Path(run.target.path),
-        run.config.generator,
+        generator.model_copy(update={"sglang": sglang}),
         run.config.benchmark_dtype,
         max(config.prompt_tokens, prompt_tokens),
         config.max_new_tokens,

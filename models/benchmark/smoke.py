@@ -42,20 +42,21 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
+    prompts = prompts[: len(benchmarked.texts) or len(prompts)]
+    # SGLang refuses GPUs that something else occupies: the server has stopped before anything is loaded here.
+    answers, served_gap = served_answers(run, export, prompts), None
     contestants = load_contestants(Path(run.target.path), [export], DTYPES[run.config.benchmark_dtype])
     # Where an engine counted, its benchmark kept no texts of the target alone.
     texts = (
         benchmarked.texts[: len(prompts)]
         or walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft}).texts
     )
-    prompts = prompts[: len(texts)]
     counts = at(walk_decoded(contestants.target, contestants.draft, prompts, texts, lookahead), lookahead)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)
         decoded = decode_reference(contestants, some, prompts, texts, advance)
     here = [of.as_served(len(text) - 1) for of, text in zip(counts, texts, strict=True)]
-    answers, served_gap = served_answers(run, export, prompts), None
     if answers:
         written = [answer.tokens for answer in answers]
         walked = walk_decoded(contestants.target, contestants.draft, prompts, written, lookahead)

@@ -108,18 +108,20 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         tokenizer = read_tokenizer(target.path)
         texts = logged_texts(options.suffix_log)
         asked["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
-    if REFERENCE in engines:
-        loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
-        sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True)) | asked
-        cells += Harness(loaded, sources, plan, config, under(Counter.reference(loaded.target), sources)).measure()
-        chains_only = [name for name, source in sources.items() if trees and not branches(source)]
-        notes += [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
+    # SGLang refuses GPUs that something else occupies: its servers have stopped before anything is loaded here.
     if SGLANG in engines:
         missing = {name: whats_missing(folder, plan.batches) for name, folder in folders.items()}
         notes += [f"{name} in SGLang: {why}" for name, why in missing.items() if why]
         served = {name: folder for name, folder in folders.items() if not missing[name]}
         counter = Counter.sglang(dtype, plan.together, target.quantization)
         cells += serve(plan, under(counter, served), target, served, dtype, options)
+    if REFERENCE in engines:
+        loaded = load_contestants(Path(target.path), list(folders.values()), DTYPES[dtype])
+        sources: dict[str, ProposalSource] = dict(zip(folders, loaded.drafts, strict=True)) | asked
+        counted = under(Counter.reference(loaded.target), sources)
+        cells = [*Harness(loaded, sources, plan, config, counted).measure(), *cells]
+        chains_only = [name for name, source in sources.items() if trees and not branches(source)]
+        notes += [f"{name} proposes chains only: no figures for {', '.join(trees)}" for name in chains_only]
     if not cells:
         raise Refusal("; ".join(notes))
     return HarnessResult(

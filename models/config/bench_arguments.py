@@ -7,7 +7,7 @@ from typing import Any
 
 DESCRIPTION = """\
 Measure a draft beside baselines that need no training: acceptance by category and context length, and speed by batch
-size. Lists are given with commas."""
+size. Lists are given with commas. It leases one GPU of this machine, or all that $CUDA_VISIBLE_DEVICES names."""
 USAGE = "draftsmith bench --target TARGET --draft FOLDER (--suite NAME[=SOURCE] | --prompts FILE) [options]"
 
 

@@ -142,8 +142,8 @@ class RunConfig(StrictConfig):
 
     @property
     def gpus_per_copy(self) -> int:
-        """GPUs that hold one copy of the target in SGLang."""
-        settings, generators = self.generator.sglang, self.generator.count
+        """GPUs that hold one copy of the target in SGLang; beside servers with users the run's own is the only one."""
+        settings, generators = self.generator.sglang, 1 if self.generator.live else self.generator.count
         return settings.tensor_parallel or max(1, self.pools.inference_gpus // generators // settings.data_parallel)
 
     def _check_served_dtypes(self) -> None:

@@ -91,8 +91,9 @@ class LosslessCheck:
 
 
 def _last_logits(target: TargetModel, prefix: list[int]) -> torch.Tensor:
+    """On the CPU: the exact target may be on another device than the target."""
     states = target.forward(torch.tensor([prefix], device=target.device))
-    return target.logits(states.last[0, -1:])[0]
+    return target.logits(states.last[0, -1:])[0].cpu()
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.devices import compute_device, limit_memory
+from models.devices import compute_device, device_with, limit_memory
 
 
 def test_a_lease_of_gpus_is_never_served_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +31,13 @@ def test_a_process_keeps_to_its_part_of_a_shared_gpu(monkeypatch: pytest.MonkeyP
     limit_memory(None)
     limit_memory(int(41.5 * 2**30))
     assert limits == [0.5]  # CUDA keeps 1.5 GiB beside torch's allocator
+
+
+def test_what_a_gpu_has_no_room_for_goes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * 2**30, 24 * 2**30))
+    assert device_with(8 * 2**30) == torch.device("cuda", 0)
+    assert device_with(8 * 2**30 + 1) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_with(2**50) == torch.device("cpu")

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 
@@ -83,6 +84,23 @@ def test_whether_torch_works_on_the_gpus_is_tried(tmp_path: Path, monkeypatch: p
     finding = only(cuda.torch_works(GPUS, Path(sys.executable)))
     assert (finding.verdict, "torch sees no GPU" in finding.found) == ("problem", True)
     assert "torch computes on 2 GPUs" in only(cuda.torch_works(GPUS, program(tmp_path / "python", "echo 2"))).found
+
+
+def test_what_compiles_the_kernels_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header = tmp_path / "root" / get_path("include", "posix_prefix").lstrip("/") / "Python.h"
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.delenv("CC", raising=False)
+    assert cuda.kernel_builds(None) == []
+    finding = only(cuda.kernel_builds(GPUS, tmp_path / "root"))
+    assert finding.verdict == "problem"
+    assert finding.found == f"missing: a C compiler (gcc or clang) and {header}"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    clang = program(tmp_path / "path/clang", "")
+    finding = only(cuda.kernel_builds(GPUS, tmp_path / "root"))
+    assert (finding.verdict, finding.found) == ("ok", str(clang))
+    monkeypatch.setenv("CC", "own-cc")
+    assert only(cuda.kernel_builds(GPUS, tmp_path / "root")).found == "missing: a C compiler (own-cc)"
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from infra.files.atomic import write_atomically
 from infra.records.acceptance import BenchmarkResult, GateEvidence, RequestCounts, ServedResult
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import MeasuredGoodput
-from models.benchmark.contestants import SelectedLayers, load_contestants, same_build
+from models.benchmark import conditions as benchmark_conditions
+from models.benchmark import contestants, smoke, standalone
+from models.benchmark.contestants import Contestants, SelectedLayers, load_contestants, same_build
 from models.benchmark.harness import Harness, HarnessPlan, Place
 from models.benchmark.harness_result import lines as lines_of
 from models.benchmark.harness_result import page
@@ -377,6 +379,18 @@ def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target
     assert drawn[0] == drawn[1]
 
 
+def test_the_exact_target_goes_where_there_is_room(run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted: list[int] = []
+    monkeypatch.setattr(contestants, "device_with", lambda nbytes: wanted.append(nbytes) or torch.device("meta"))
+    rough = load_contestants(target, [run.folder.export], torch.bfloat16)
+    assert rough.exact().device == torch.device("meta")
+    assert rough.exact().head_weight.dtype == torch.float32
+    assert wanted == [int((target / "model.safetensors").stat().st_size / 0.9)]
+    single = load_contestants(target, [run.folder.export], torch.float32)
+    assert single.exact() is single.target
+    assert len(wanted) == 1
+
+
 def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_path: Path):
     """So that noise of timings does not decide between a draft and its successor."""
     twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
@@ -436,6 +450,34 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
     assert without == smoke, "in float32 the target writes the same text again"
     worse = {config.lookahead: tuple((tokens, 2 * steps) for tokens, steps in counts.greedy[config.lookahead])}
     assert not smoke_test(run, run.folder.export, counts.model_copy(update={"greedy": worse})).passed
+
+
+def test_sglang_has_its_gpus_to_itself(run: PreparedRun, target: Path, text: Path, monkeypatch: pytest.MonkeyPatch):
+    """It refuses GPUs that another process occupies: its servers end before the reference decoder loads anything."""
+    order: list[str] = []
+
+    class LoadedError(Exception):
+        pass
+
+    def load(*_args: object, **_options: object) -> Contestants:
+        order.append("load")
+        raise LoadedError
+
+    for module in (smoke, standalone):
+        monkeypatch.setattr(module, "load_contestants", load)
+    monkeypatch.setattr(smoke, "served_answers", lambda *_args: order.append("serve"))
+    monkeypatch.setattr(standalone, "serve", lambda *_args: order.append("serve") or [])
+    monkeypatch.setenv("SGLANG_PLATFORM", "one that could serve")
+    conditions = benchmark_conditions.conditions(
+        run.config.benchmark, benchmark_conditions.Counter.sglang("float32", 1, None), target=run.target,
+        draft=run.folder.export, dataset_hash="d", template_hash="t", prompts=12,
+    )  # fmt: skip
+    with pytest.raises(LoadedError):
+        smoke_test(run, run.folder.export, RequestCounts(conditions=conditions, greedy={}, sampled={}))
+    arguments = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text)]
+    with pytest.raises(LoadedError):
+        bench(options([*arguments, "--engines", "reference,sglang"]))
+    assert order == ["serve", "load"] * 2
 
 
 def test_the_sampled_reference_can_be_left_out(run: PreparedRun):

@@ -3,16 +3,22 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infra.files.run_folder import RunFolder
 from infra.processes.process import Owner
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.sglang.client import Answer, SGLangClient
 from infra.sglang.server import SGLangServer
-from models.benchmark.served import counts_of, watch
+from models.benchmark import served
+from models.benchmark.served import counts_of, setup_of, watch
+from models.config.recipe import RunConfig
 from models.decoding.acceptance import AcceptedCounts, summarise
+from models.run import RunWithTarget
 
 STREAMS = """
 import http.server, json, sys
@@ -96,3 +102,34 @@ def test_counters_that_contradict_each_other_are_refused(watched: Watched) -> No
     wrong = counters(ACCEPTED) | {"spec_num_correct_drafts": 8}
     with pytest.raises(Refusal, match="contradict"):
         counts_of(watched(1, 14, **wrong), 4)
+
+
+@pytest.mark.parametrize(("gpus", "generators", "ranks"), [(3, 3, 1), (6, 3, 2), (4, 1, 4), (0, 1, 1)])
+def test_the_target_is_served_on_as_many_gpus_as_a_generators_copy(
+    tiny_config: RunConfig,
+    tiny_target: TargetRecord,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    generators: int,
+    ranks: int,
+) -> None:
+    """It was captured there: three GPUs that each hold a copy are not a copy on three, which divides few heads."""
+
+    def started(command: Callable[[int], list[str]], *_options: Any) -> None:
+        started_with = command(80)
+        assert started_with[started_with.index("--tensor-parallel-size") + 1] == str(ranks)
+        raise Refusal("seen")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(f"GPU-{index}" for index in range(gpus)))
+    monkeypatch.setenv("DRAFTSMITH_SGLANG", str(tmp_path))
+    for package in ("sglang", "draftsmith"):
+        (tmp_path / f"lib/python3.11/site-packages/{package}-1.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(served, "SGLangServer", started)
+    tree = tiny_config.model_dump(mode="json")
+    tree["pools"] |= {"inference_gpus": gpus}
+    tree["generator"] |= {"engine": "sglang", "count": generators, "compute_dtype": "bfloat16"}
+    tree["benchmark"] |= {"compute_dtype": "bfloat16"}
+    run = RunWithTarget(RunFolder(tmp_path), RunConfig.model_validate(tree), tiny_target)
+    with pytest.raises(Refusal, match="seen"), setup_of(run).serving(None, 0):
+        pass

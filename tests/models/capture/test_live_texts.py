@@ -124,6 +124,14 @@ def test_servers_with_users_are_taken_to_compute_in_their_own_default() -> None:
     assert unsaid.capture_dtype == "bfloat16"
 
 
+def test_a_run_beside_servers_has_its_gpus_for_one_copy_of_the_target() -> None:
+    """Its generators stand beside the servers, and need none."""
+    second = LIVE.replace("/run/a}", "/run/a}, {address: 'http://127.0.0.1:2', socket: /run/b}")
+    changes = [f"generator.live={second}", "generator.count=2", "pools.inference_gpus=2"]
+    changes += ["generator.compute_dtype=bfloat16", "benchmark.compute_dtype=bfloat16"]
+    assert load_recipe(TINY, [*SETTINGS, *changes]).gpus_per_copy == 2
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

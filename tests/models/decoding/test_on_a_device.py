@@ -6,6 +6,7 @@ from emulated_device import DEVICE, emulated_device
 
 from models.config.draft import parse_draft_config
 from models.decoding.continuations import continue_batch
+from models.decoding.lossless import LosslessCheck
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate_together
@@ -79,3 +80,11 @@ def test_simulates_the_same(llama, name):
         assert continue_batch(there, PROMPTS[:1], 9, NEVER)[0] == text
         aux = features(there, [*PROMPTS[0], *text])
         assert simulate(draft.to(DEVICE), PROMPTS[0], text, aux, 3) == expected
+
+
+def test_an_exact_target_on_the_cpu_judges_one_on_a_device(llama):
+    exact, prefix = llama(3), PROMPTS[0]
+    token = continue_batch(exact, [prefix], 1, NEVER)[0][0]
+    with emulated_device():
+        check = LosslessCheck(moved(llama(3)), lambda: exact, 8, NEVER)
+        assert check.judge(prefix, 0, token).gap == 0.0

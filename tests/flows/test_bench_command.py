@@ -1,0 +1,64 @@
+"""`draftsmith bench` leases GPUs as runs do."""
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flows import bench_command
+from flows.command_line import app
+from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.local import LocalPools
+from infra.processes.process import Owner
+from infra.refusal import Refusal
+
+GPUS = ("GPU-aa", "GPU-bb")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPools:
+    """A machine with two idle GPUs, as another run sees it."""
+    locks = tmp_path / "locks"
+    monkeypatch.setattr("infra.pools.local._foreign", dict)
+    monkeypatch.setattr(bench_command, "LocalPools", lambda: LocalPools(GPUS, locks))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return LocalPools(GPUS, locks)
+
+
+def bench() -> int:
+    arguments = ["bench", "--target", "t", "--draft", "d", "--suite", "gsm8k"]
+    return CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"), [(None, "GPU-aa"), ("1,0", "GPU-aa,GPU-bb"), ("GPU-aa", "GPU-aa"), ("", ""), ("-1", "")]
+)
+def test_a_bench_holds_the_gpus_that_it_computes_on(
+    machine: LocalPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, seen: str
+) -> None:
+    def measure(_command: list[str], *, env: dict[str, str], **_options: Any) -> SimpleNamespace:
+        assert env["CUDA_VISIBLE_DEVICES"] == seen
+        wanted = len(GPUS) - len([gpu for gpu in seen.split(",") if gpu])
+        machine.acquire([PoolSpec("training", wanted)], Owner("other", tmp_path))
+        machine.release("other")
+        if seen:
+            with pytest.raises(PoolBusyError):
+                machine.acquire([PoolSpec("training", len(GPUS))], Owner("other", tmp_path))
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(subprocess, "run", measure)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert bench() == 7
+    machine.acquire([PoolSpec("training", len(GPUS))], Owner("other", tmp_path))
+    machine.release("other")
+
+
+def test_a_bench_takes_no_gpu_that_a_run_holds(machine: LocalPools, tmp_path: Path) -> None:
+    machine.acquire([PoolSpec("training", len(GPUS))], Owner("run", tmp_path))
+    with pytest.raises(Refusal, match=r"2 are held by other runs now; wait .* CPU \(CUDA_VISIBLE_DEVICES=\)"):
+        bench()
+    machine.release("run")
