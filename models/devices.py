@@ -37,7 +37,7 @@ def leased_bytes() -> list[int]:
     names, inventory = leased_gpus(), read_gpus()
     if not names or inventory is None:
         return [0] * len(names)
-    known = {gpu.uuid: gpu.total for gpu in inventory.gpus}
+    known = {gpu.uuid: gpu.total for gpu in inventory.devices}
     return [known.get(name, min(known.values())) for name in names]
 
 

@@ -113,6 +113,23 @@ def visible_gpus() -> tuple[str, ...]:
         return ()
 
 
+def named_by_position(names: Sequence[str]) -> dict[str, str]:
+    """Environment that names whole GPUs by their positions in PCI order, for programs that read numbers alone.
+
+    Empty where a name is that of a MIG slice, and where GPUs are hidden from this process: positions could differ.
+    """
+    try:
+        with _nvml() as handles:
+            uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            hidden = len(handles) < pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError:
+        return {}
+    if hidden or not names or not set(names) <= set(uuids):
+        return {}
+    positions = ",".join(str(uuids.index(name)) for name in names)
+    return {"CUDA_VISIBLE_DEVICES": positions, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
 def pci_addresses(names: Sequence[str]) -> list[str]:
     """PCI addresses of GPUs named as in $CUDA_VISIBLE_DEVICES. Raises pynvml.NVMLError for one that is not there."""
     if not names:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from infra.network.health import trouble
 from infra.network.ports import HOST, is_foreign, reserved_port
+from infra.pools.gpus import named_by_position
 from infra.processes.process import Owner, Process, ProcessFailedError, start
 from infra.processes.supervisor import descendants
 from infra.records.servers import ServerMachines
 from infra.refusal import Refusal
+from infra.settings import leased_gpus
 from infra.sglang.compiled import remove_broken
 from infra.sglang.leftovers import Leftovers
 from infra.sglang.machines import LedMachines
@@ -66,7 +68,8 @@ class SGLangServer:
             port, lock = stack.enter_context(reserved_port())
             owner = replace(owner, locks=(*owner.locks, lock.descriptor))
             stack.callback(self._leftovers.remove)
-            arguments, own = command(port), self._own_folder()
+            # SGLang 0.5.23 turns its own all-reduce off for GPUs that are named by UUID.
+            arguments, own = command(port), self._own_folder() | named_by_position(leased_gpus())
             if machines is not None:
                 others = stack.enter_context(closing(LedMachines(machines, role, start_timeout_s)))
                 owner = replace(owner, locks=(*owner.locks, others.descriptor))

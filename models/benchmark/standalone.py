@@ -6,6 +6,7 @@ alone where the reference decoder cannot decode the target.
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -183,7 +184,7 @@ def baselines(names: Sequence[str]) -> dict[str, ProposalSource]:
 
 def _plan(options: argparse.Namespace, suites: dict[str, SuitePrompts], shapes: tuple[str, ...]) -> HarnessPlan:
     temperatures, batches = _listed(options.temperature, float), _listed(options.batch, int)
-    if not temperatures or min(temperatures) < 0:
+    if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):
         raise Refusal(f"--temperature {options.temperature!r}: give numbers from 0 on with commas, for instance 0,1")
     if batches and not 1 <= min(batches) <= max(batches) <= 32:
         raise Refusal(f"--batch {options.batch!r}: give numbers from 1 to 32 with commas, or nothing for no speed")
@@ -203,13 +204,16 @@ def _listed(text: str, kind: Callable[[str], Item]) -> list[Item]:
 
 def _suites(options: argparse.Namespace, target: TargetRecord, config: BenchmarkConfig) -> dict[str, SuitePrompts]:
     """Prompts by suite; a suite is `NAME=SOURCE`, or a name that is a source as well."""
-    asked = [*options.suite, *(f"{prompts.stem}={prompts}" for prompts in options.prompts)]
+    asked = [(name, source or name) for name, _, source in (suite.partition("=") for suite in options.suite)]
+    asked += [(prompts.stem, str(prompts)) for prompts in options.prompts]
     if not asked:
         raise Refusal("no prompts: give --suite (for instance gsm8k, or gsm8k=FILE), or --prompts FILE")
     found = {}
-    for name, _, source in (suite.partition("=") for suite in asked):
+    for name, source in asked:
+        if name in found:
+            raise Refusal(f"two suites are named {name}: name one of them otherwise, by --suite NAME={source}")
         try:
-            found[name] = _suite(name, source or name, options, target, config)
+            found[name] = _suite(name, source, options, target, config)
         except Refusal as error:
             raise Refusal(f"--suite {name}: {error}") from error
     return found

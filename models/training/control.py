@@ -5,6 +5,7 @@ since collectives of two threads in one group may meet in another order on anoth
 samples: one for what they compute, one for what they fetch.
 """
 
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from infra.records.data_path import Record
 from infra.settings import rank_from_environment, ranks_store
+from models.checkpoint import SAVE_S
 
 R = TypeVar("R", bound=Record)
 
@@ -20,9 +22,11 @@ class Control:
     """This rank's place among the trainer's ranks, with a gloo group for decisions and one for sums.
 
     Ranks `g * C .. g * C + C - 1` share the samples of group g, C being the `context_parallel_size`.
+
+    `wait_s`: seconds that ranks wait for each other, longer than whatever one of them may have to wait for.
     """
 
-    def __init__(self, context_parallel_size: int = 1) -> None:
+    def __init__(self, context_parallel_size: int = 1, wait_s: float = SAVE_S) -> None:
         self.rank, self.world, self.local_rank, self.local_world = rank_from_environment()
         assert self.world % context_parallel_size == 0, "checked with the recipe"
         self.groups, self.group = self.world // context_parallel_size, self.rank // context_parallel_size
@@ -31,16 +35,18 @@ class Control:
         self._fetched: dist.ProcessGroup | None = None
         self._decisions: dist.ProcessGroup | None = None
         self._sums: dist.ProcessGroup | None = None
+        wait = timedelta(seconds=wait_s)
         if self.world > 1:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             if backend == "nccl":
                 torch.cuda.set_device(self.local_rank)
             # A file, because a TCP store has no authentication.
             store = f"file://{ranks_store()}"
-            dist.init_process_group(backend, init_method=store, rank=self.rank, world_size=self.world)
-            self._decisions, self._sums = _own_subgroup(self.world, "gloo"), _own_subgroup(self.world, "gloo")
+            # Left to itself NCCL ends all ranks after ten minutes of one's silence, and gloo after thirty.
+            dist.init_process_group(backend, init_method=store, rank=self.rank, world_size=self.world, timeout=wait)
+            self._decisions, self._sums = (_own_subgroup(self.world, "gloo", wait) for _ in range(2))
         if context_parallel_size > 1:
-            self.context, self._fetched = (_own_subgroup(context_parallel_size, how) for how in (None, "gloo"))
+            self.context, self._fetched = (_own_subgroup(context_parallel_size, how, wait) for how in (None, "gloo"))
 
     def decide(self, record: R | None, kind: type[R]) -> R | None:
         """Rank 0's `record` on every rank (other ranks pass None)."""
@@ -89,8 +95,8 @@ class Control:
             dist.destroy_process_group()
 
 
-def _own_subgroup(size: int, backend: str | None) -> dist.ProcessGroup:
+def _own_subgroup(size: int, backend: str | None, wait: timedelta) -> dist.ProcessGroup:
     """This rank's group, where every `size` consecutive ranks form one."""
-    group, _ = dist.new_subgroups(size, backend=backend)
+    group, _ = dist.new_subgroups(size, backend=backend, timeout=wait)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -24,7 +24,8 @@ def strategy(settings: TrainingConfig, world: int) -> Strategy | str:
     if settings.sharded:
         return ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     # The buffers are the target's tables, equal on all ranks from the start: hundreds of megabytes at every step.
-    return DDPStrategy(broadcast_buffers=False)
+    # Gradients are views of what is summed up: DDP would keep a second copy of them.
+    return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def shard(draft: Draft, mesh: DeviceMesh) -> None:

@@ -29,6 +29,7 @@ from infra.refusal import Refusal
 from infra.transport.base import TransferError
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
+from models.checkpoint import SAVE_S
 from models.devices import compute_device, limit_memory
 from models.dtypes import DTYPES
 from models.run import PreparedRun
@@ -218,7 +219,7 @@ def main() -> None:
     run = PreparedRun.open(arguments.run)
     if run.config.training.threads:
         torch.set_num_threads(run.config.training.threads)
-    control = Control(run.config.training.context_parallel_size)
+    control = Control(run.config.training.context_parallel_size, wait_s=2 * run.config.stall_s + SAVE_S)
     limit_memory(run.sharing.trainer_bytes)
     train(run, control)
     control.close()

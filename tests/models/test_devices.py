@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from models.devices import compute_device, device_with, limit_memory
+from infra.pools.gpus import Gpu, Gpus
+from models.devices import compute_device, device_with, leased_bytes, limit_memory
 
 
 def test_a_lease_of_gpus_is_never_served_by_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,13 @@ def test_what_a_gpu_has_no_room_for_goes_to_the_cpu(monkeypatch: pytest.MonkeyPa
     assert device_with(8 * 2**30 + 1) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_with(2**50) == torch.device("cpu")
+
+
+def test_a_slice_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpu(uuid: str, gib: int, slices: tuple[Gpu, ...] = ()) -> Gpu:
+        return Gpu("H100", gib * 2**30, gib * 2**30, uuid=uuid, slices=slices)
+
+    inventory = Gpus((gpu("GPU-1", 80, (gpu("MIG-1", 10),)), gpu("GPU-2", 80)), "580", 13)
+    monkeypatch.setattr("models.devices.read_gpus", lambda: inventory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1,GPU-2")
+    assert leased_bytes() == [10 * 2**30, 80 * 2**30]

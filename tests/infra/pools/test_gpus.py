@@ -10,7 +10,7 @@ import pytest
 
 from infra.doctor import devices
 from infra.pools.base import PoolBusyError, PoolSpec
-from infra.pools.gpus import pci_addresses, read_gpus, visible_gpus
+from infra.pools.gpus import named_by_position, pci_addresses, read_gpus, visible_gpus
 from infra.pools.local import LocalPools
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -232,3 +232,20 @@ def test_memory_by_a_driver_that_knows_the_first_call_only(cards: list[Card], mo
     found = read_gpus()
     assert found is not None
     assert (found.gpus[0].held, found.gpus[0].reserved) == (None, 0)
+
+
+def test_whole_gpus_are_named_by_position(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    by_position = {"CUDA_VISIBLE_DEVICES": "2,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert named_by_position(["GPU-cc", "GPU-aa"]) == by_position
+    assert named_by_position([]) == {}
+    assert named_by_position(["MIG-1"]) == {}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: len(cards) + 1)
+    handle = pynvml.nvmlDeviceGetHandleByIndex
+
+    def hidden(index: int) -> Card:
+        if index == len(cards):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return handle(index)  # type: ignore[return-value]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", hidden)
+    assert named_by_position(["GPU-aa"]) == {}

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from infra.files.run_folder import RunFolder
 from infra.records.data_path import HELDOUT_LENGTH, SampleProgress, TrainingResult
 from models.config.recipe import with_overrides
 from models.run import PreparedRun
+from models.training import control
 
 # 43 samples: no number of ranks or micro-batches divides the last step.
 SMALL = [
@@ -170,3 +172,13 @@ def test_accumulation_reduces_gradients_once_per_step(
     generator.communicate(timeout=600)
     # One bucket holds all gradients, but for the first step, before DDP has put it together anew.
     assert int((tmp_path / "reduced").read_text()) in {5, 6}
+
+
+def test_ranks_wait_for_each_other_as_long_as_one_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+    monkeypatch.setattr(control, "rank_from_environment", lambda: (0, 2, 0, 2))
+    monkeypatch.setattr(control, "ranks_store", lambda: "/nowhere")
+    monkeypatch.setattr(control.dist, "init_process_group", lambda *_, timeout, **__: waits.append(timeout))
+    monkeypatch.setattr(control, "_own_subgroup", lambda _size, _backend, wait: waits.append(wait))
+    control.Control(2, wait_s=5400.0)
+    assert waits == [timedelta(seconds=5400)] * 5
