@@ -35,6 +35,7 @@ from infra.serving.rollout import (
     next_steps,
     take_back,
     wanted_versions,
+    with_control,
 )
 from infra.serving.servers import ServerReport, expected, trouble_with
 from infra.serving.swap import CannotSwapError, changed_weights
@@ -163,7 +164,7 @@ class Follower:
     def _note(self, looks: Sequence[LookedAt], now: float) -> None:
         """What has become of starts and stops since the last round."""
         blamed: str | None = None
-        self._note_control(looks)
+        self._keep(with_control(self.state, [look.seen for look in looks]))
         for look in looks:
             url, condition = look.seen.url, look.seen.condition
             started, stopped = dict(self.state.started), dict(self.state.stopped)
@@ -183,15 +184,6 @@ class Follower:
         if blamed and self.state.trial:  # once, however many died: all do when their machine is restarted
             self._failure(self.state.trial.version, blamed, bool(self.state.trial.probed))
 
-    def _note_control(self, looks: Sequence[LookedAt]) -> None:
-        """Whether a server runs without the version under trial: only then is a failed start the version's fault."""
-        trial = self.state.trial
-        if trial is None or trial.control:
-            return
-        if any(look.seen.condition == "healthy" and look.seen.version != trial.version for look in looks):
-            trial = trial.model_copy(update={"control": True, "suspended": False})
-            self._keep(self.state.model_copy(update={"trial": trial}))
-
     def _failure(self, version: int, reason: str, started: bool = False) -> None:
         """One more that may be the fault of the version under trial; `started`: a server was healthy with it."""
         trial = self.state.trial
@@ -208,8 +200,8 @@ class Follower:
             f"no server has started so far, with or without version {version}: they are started without it first; see "
             f"{self._config.folder}/logs"
         )
-        trial = trial.model_copy(update={"failures": 0, "suspended": True})
-        self._keep(self.state.model_copy(update={"trial": trial}))
+        suspended = trial.model_copy(update={"failures": 0, "suspended": True})
+        self._keep(self.state.model_copy(update={"trial": suspended}))
 
     def _take_back(self, version: int, reason: str) -> None:
         self._print(f"version {version} goes back: {reason}")

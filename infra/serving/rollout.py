@@ -128,6 +128,15 @@ def heed(state: RolloutState, told: int) -> RolloutState:
     return state.model_copy(update={"target": target, "trial": trial})
 
 
+def with_control(state: RolloutState, seen: Sequence[SeenServer]) -> RolloutState:
+    """The state after a server was seen to run without the version under trial, if one was: only from then on a failed
+    start is the version's fault."""
+    trial = state.trial
+    if trial is None or not any(one.condition == "healthy" and one.version != trial.version for one in seen):
+        return state
+    return state.model_copy(update={"trial": trial.model_copy(update={"control": True, "suspended": False})})
+
+
 def canaries(servers: int, share: float) -> int:
     """How many of the servers try a version first."""
     return max(1, math.ceil(share * servers - 1e-9))

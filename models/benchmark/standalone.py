@@ -104,11 +104,7 @@ def bench(options: argparse.Namespace) -> HarnessResult:
         }  # fmt: skip
 
     trees, cells, notes = [shape for shape in shapes if not shape.isdigit()], list[Cell](), list[str]()
-    asked = baselines(_listed(options.baselines, str))
-    if options.suffix_log:
-        tokenizer = read_tokenizer(target.path)
-        texts = logged_texts(options.suffix_log)
-        asked["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    asked = _asked_baselines(options, target)
     # SGLang refuses GPUs that something else occupies: its servers have stopped before anything is loaded here.
     if SGLANG in engines:
         missing = {name: whats_missing(folder, plan.batches) for name, folder in folders.items()}
@@ -172,6 +168,15 @@ def _engines(options: argparse.Namespace, target: TargetRecord, dtype: str) -> l
     if why and REFERENCE in engines:
         raise Refusal(f"--engines {options.engines}: {why}: give {SGLANG}, which counts its acceptance itself")
     return engines
+
+
+def _asked_baselines(options: argparse.Namespace, target: TargetRecord) -> dict[str, ProposalSource]:
+    found = baselines(_listed(options.baselines, str))
+    if options.suffix_log:
+        tokenizer = read_tokenizer(target.path)
+        texts = logged_texts(options.suffix_log)
+        found["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return found
 
 
 def baselines(names: Sequence[str]) -> dict[str, ProposalSource]:

@@ -331,6 +331,8 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
     for option, said in (
         ("--batch=64", "1 to 32"),
         ("--temperature=-1", "from 0 on"),
+        ("--temperature=nan", "from 0 on"),
+        (f"--prompts={text}", "two suites are named"),
         ("--chat-template=own.jinja", "there is no such file"),
         ("--template-arguments=on", "give a JSON object"),
     ):
