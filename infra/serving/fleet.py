@@ -65,20 +65,15 @@ class Fleet:
             reports = list(threads.map(self._report, self.urls))
         return [self._seen(url, report, state, now) for url, report in zip(self.urls, reports, strict=True)]
 
-    def _report(self, url: str) -> ServerReport | None:
+    def _report(self, url: str) -> ServerReport | Refusal | None:
         try:
-            report = self.clients[url].report()
+            return self.clients[url].report()
         except (httpx.HTTPError, json.JSONDecodeError):  # away, or something else answers there
             return None
         except Refusal as refusal:
-            if self._unusable.get(url) != str(refusal):
-                self._unusable[url] = str(refusal)
-                self._say(str(refusal))
-            return None
-        self._unusable.pop(url, None)
-        return report
+            return refusal
 
-    def _seen(self, url: str, report: ServerReport | None, state: RolloutState, now: float) -> LookedAt:
+    def _seen(self, url: str, report: ServerReport | Refusal | None, state: RolloutState, now: float) -> LookedAt:
         age = self.controls[url].age()
         if url in state.stopped and age is not None:
             self._drain(url, now - state.stopped[url])
@@ -89,6 +84,13 @@ class Fleet:
         self._foreign = self._foreign | {url} if foreign else self._foreign - {url}
         if foreign:
             return LookedAt(SeenServer(url, "waiting"), None)
+        if isinstance(report, Refusal):  # it serves its users, so it is left alone
+            if self._unusable.get(url) != str(report):
+                self._unusable[url] = str(report)
+                self._say(str(report))
+            self._unhealthy.pop(url, None)
+            return LookedAt(SeenServer(url, "waiting"), None)
+        self._unusable.pop(url, None)
         if report is not None:
             self._failures[url], self._due[url] = 0, 0.0
             self._unhealthy.pop(url, None)

@@ -137,6 +137,23 @@ def test_a_first_version_that_does_not_start_goes_back_once_the_server_starts_wi
     assert (history(world.uri, DRAFT)[-1].version, history(world.uri, DRAFT)[-1].outcome) == (bad, "rolled back")
 
 
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_server_whose_counters_cannot_be_read_is_left_alone(
+    world: ServingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.promote(world.register(2.5))
+    follower = world.follower(unhealthy_s=0.1)
+    world.settle(follower)
+    served = [process.pid for process in world.servers()]
+    with monkeypatch.context() as patch:
+        patch.setattr("infra.drift.scrape.text_string_to_metric_families", lambda _: iter(()))
+        for _ in range(20):
+            follower.round()
+    assert [process.pid for process in world.servers()] == served
+    assert sum("shows no metrics of SGLang" in line for line in world.said) == 1
+    world.settle(follower)
+
+
 def test_a_rollback_needs_no_trial(world: ServingWorld) -> None:
     follower = world.follower()
     first, second = world.register(2.0), world.register(2.5)
