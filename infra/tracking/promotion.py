@@ -252,7 +252,7 @@ class DraftInService:
                     client.delete_registered_model_alias(name, CHAMPION)
                 else:
                     client.set_registered_model_alias(name, CHAMPION, str(change.after))
-            if self._exists(change.version) and REPLACES in client.get_model_version(name, version).tags:
+            if not self._is_gone(change) and REPLACES in client.get_model_version(name, version).tags:
                 client.delete_model_version_tag(name, version, REPLACES)
             self._write_history(change, "rolled back")
             return change.model_copy(update={"stage": "settled"})
@@ -322,7 +322,7 @@ class DraftInService:
         if outcome in ("promoted", "rolled back"):
             # With the model, because decisions go with their versions, which may be deleted.
             self._client.set_registered_model_tag(self._name, EXPECTED, str(change.after or ""))
-        if not self._exists(change.version):  # deleted in MLflow: its part of the history is gone with it
+        if self._is_gone(change):  # and its part of the history with it
             return
         # The same key whenever this change is resumed: its decision is in the history once.
         write_decision(self._client, self._name, decision, f"{change.at * 1000:.0f}.{change.id[:8]}")
@@ -351,9 +351,13 @@ class DraftInService:
         """Whether nobody has deleted this version."""
         return any(int(one.version) == version for one in self._versions())
 
+    def _is_gone(self, change: Change) -> bool:
+        """Whether this is the withdrawal of a champion that was deleted in MLflow."""
+        return change.by == OUTSIDE and change.after is None and not self._exists(change.version)
+
     def _announcement(self, change: Change) -> Announcement:
         def source(version: int | None) -> str | None:
-            if version is None or not self._exists(version):
+            if version is None or (version == change.version and self._is_gone(change)):
                 return None
             return self._client.get_model_version_download_uri(self._name, str(version))
 
