@@ -76,24 +76,3 @@ def live_loop(result: Json) -> Iterable[tuple[str, str]]:
                 f"processes included ({seed})",
                 f"{spent / gained / 10:.0f} / {offline['cpu_s'] / regained / 10:.0f}",
             )
-
-
-def live_flow(result: Json) -> Iterable[tuple[str, str]]:
-    """The loop with nobody watching: Prefect, the gate, the follower, servers with users."""
-    yield (
-        "the same with nobody watching, by Prefect, MLflow's registry and a follower: tokens per step before and after "
-        "the change, and at the end",
-        f"{result['before']:.2f} / {result['after_change']:.2f} / {result['acceptance']:.2f}",
-    )
-    states = ", ".join(f"{one['state'].lower()} ({one['seconds']} s)" for one in result["runs"])
-    yield "runs that followed each other from one start", states
-    yield "versions that were promoted or refused", ", ".join(f"{one} {how}" for one, how, _ in result["decisions"])
-    yield (
-        "requests served, sent again to another server, lost; servers started again",
-        f"{result['requests']:,} / {result['retried']} / {len(result['lost'])}; {result['server_processes_gone']}",
-    )
-    offline = result["offline"]
-    yield (
-        f"of a draft trained offline on {offline['samples']} samples of the new subject",
-        f"{offline['acceptance']:.2f}; the loop reached {result['of_offline']:.1%} of it",
-    )
