@@ -197,11 +197,9 @@ def keep_changes(before: Settings, last: Settings, fresh: Settings) -> Settings:
         elif key not in last:
             kept[key] = before[key]
         elif isinstance(before[key], Mapping) and isinstance(last[key], Mapping):
-            if key not in kept:  # the file no longer has this schedule
-                continue
-            kept[key] = (
-                keep_changes(before[key], last[key], fresh[key]) if isinstance(fresh[key], Mapping) else kept[key]
-            )
+            new = fresh.get(key)
+            if isinstance(new, Mapping):  # else the file no longer has this schedule or section
+                kept[key] = keep_changes(before[key], last[key], new)
         elif before[key] != last[key]:
             kept[key] = before[key]
     return kept
