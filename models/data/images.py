@@ -13,10 +13,10 @@ from unittest import mock
 
 import fsspec
 import torch
+import transformers
 from PIL import Image as Pictures
 from PIL import ImageOps
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer, processing_utils
 
 from infra.refusal import Refusal
 from models.data.chat_template import UnrenderableError
@@ -93,12 +93,18 @@ class _NoVideo:
 
 def _without_video(target: Path) -> Any:
     """The target's processor of text and images."""
-    kinds = {"tokenizer": AutoTokenizer, "image_processor": AutoImageProcessor, "video_processor": _NoVideo}
+    # Imported with the first target that reads images: they bring all modelling code along (3 s).
+    processing = transformers.processing_utils
+    kinds = {
+        "tokenizer": transformers.AutoTokenizer,
+        "image_processor": transformers.AutoImageProcessor,
+        "video_processor": _NoVideo,
+    }
     with (
-        mock.patch.object(processing_utils, "MODALITY_TO_AUTOPROCESSOR_MAPPING", kinds),
-        mock.patch.object(processing_utils.ProcessorMixin, "check_argument_for_proper_class"),
+        mock.patch.object(processing, "MODALITY_TO_AUTOPROCESSOR_MAPPING", kinds),
+        mock.patch.object(processing.ProcessorMixin, "check_argument_for_proper_class"),
     ):
-        return AutoProcessor.from_pretrained(target)
+        return transformers.AutoProcessor.from_pretrained(target)
 
 
 class ImageShelf:

@@ -6,17 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    DeepseekV3Config,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-)
+from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig, Qwen2Config
+
+# What reads weights is called as `transformers.X`, so that a process that reads configurations only does not import
+# all modelling code (4 s).
 
 SAME_AS: dict[str, type[PretrainedConfig]] = {"kimi_k2": DeepseekV3Config, "mimo": Qwen2Config}
 """Model types that transformers does not know, and whose architecture it has under another name."""
@@ -36,8 +31,8 @@ def model_class(config: PretrainedConfig, sees: bool = False) -> Any:
 
     `sees`: the multimodal model in any case.
     """
-    alone = not sees and type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if alone else AutoModelForMultimodalLM
+    alone = not sees and type(config) in transformers.AutoModelForCausalLM._model_mapping
+    return transformers.AutoModelForCausalLM if alone else transformers.AutoModelForMultimodalLM
 
 
 def reads_media(config: PretrainedConfig) -> bool:
@@ -53,16 +48,16 @@ def media_ids(config: PretrainedConfig) -> tuple[int, ...]:
 
 def load_model(
     folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu", sees: bool = False
-) -> PreTrainedModel:
+) -> "transformers.PreTrainedModel":
     """Load a target, with the attention that transformers chooses for it. `sees`: it reads images."""
     config = read_model_config(folder)
     model = model_class(config, sees).from_pretrained(folder, config=config, dtype=dtype)
     # The folder's would be mixed into every call of `generate`, a penalty for repetition for instance.
-    model.generation_config = GenerationConfig()
+    model.generation_config = transformers.GenerationConfig()
     return model.to(device)
 
 
-def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> PreTrainedModel:
+def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> "transformers.PreTrainedModel":
     """Load a target whose weights stay on disk; accelerate reads a module's weights when it runs.
 
     Experts that are stored one by one are first stacked and written to the folder `converted`.
@@ -77,7 +72,7 @@ def has_experts(config: PretrainedConfig) -> bool:
     return any("experts" in name and value for name, value in config.get_text_config().to_dict().items())
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module | None:
+def decoder_of(model: "transformers.PreTrainedModel") -> nn.Module | None:
     """The decoder inside a causal language model or a multimodal one: it has `layers` and the final `norm`."""
     decoder: Any = model.get_decoder()
     while decoder is not None and not hasattr(decoder, "layers") and hasattr(decoder, "model"):

@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from infra.refusal import Refusal
@@ -49,7 +50,7 @@ class TargetModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "transformers.PreTrainedModel",
         aux_layer_ids: Sequence[int],
         with_last: bool = False,
         head: TargetHead | None = None,
@@ -219,7 +220,7 @@ def eos_ids(target: Path) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _own_head(model: PreTrainedModel) -> TargetHead:
+def _own_head(model: "transformers.PreTrainedModel") -> TargetHead:
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     weight: Tensor = head.weight  # type: ignore[assignment]

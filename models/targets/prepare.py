@@ -10,8 +10,9 @@ from unittest import mock
 
 import gguf
 import torch
+import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig
+from transformers import AutoTokenizer, GgufConfig, PretrainedConfig
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.cached_folder import build_once
@@ -106,7 +107,7 @@ def _convert(name: str, aside: Path) -> None:
     # transformers 5.23.0 reads the file for the configuration, the weights and the tokenizer's type, and each time its
     # 260,000 strings, which takes 12 s: once is enough, and the type is known.
     with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
             # Otherwise the weights stay packed and cannot be saved.

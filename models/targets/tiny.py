@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import transformers
 from rich.console import Console
 from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from infra.files.cached_folder import build_once
 from infra.settings import cache_folder
@@ -80,11 +81,11 @@ def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     return torch.tensor([token for ids in encoded for token in (*ids, 1)])  # type: ignore[union-attr]
 
 
-def train_model(stream: Tensor, recipe: TinyRecipe) -> LlamaForCausalLM:
+def train_model(stream: Tensor, recipe: TinyRecipe) -> "transformers.LlamaForCausalLM":
     """Train from scratch on random crops of `stream`, each after a `<s>`; deterministic for a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(_llama(recipe))
+        model = transformers.LlamaForCausalLM(_llama(recipe))
     optimizers = _optimizers(model, recipe)
     schedules = [LambdaLR(optimizer, lambda step: _rate(step, recipe)) for optimizer in optimizers]
     losses = []
@@ -103,7 +104,7 @@ def train_model(stream: Tensor, recipe: TinyRecipe) -> LlamaForCausalLM:
     return model.eval()
 
 
-def _optimizers(model: LlamaForCausalLM, recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
+def _optimizers(model: "transformers.LlamaForCausalLM", recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices (a third of AdamW's steps for the same loss), AdamW for the rest."""
     named = list(model.named_parameters())
     matrices = [weight for name, weight in named if "layers" in name and weight.ndim == 2]

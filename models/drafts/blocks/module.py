@@ -68,6 +68,10 @@ class BlockDraft(Draft):
     target_ids: Tensor
     head: Tensor | None
     """`[Vd, H]` the target head's rows of the draft vocabulary."""
+    engine_class: str
+    """Of SGLang and vLLM."""
+    unserved: tuple[str, ...] = ("fc_norm",)
+    """Settings of which this class has nothing."""
 
     def __init__(
         self, config: BlockConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
@@ -117,7 +121,28 @@ class BlockDraft(Draft):
 
     def engine_obstacles(self) -> list[str]:
         """SGLang proposes through the target's whole head."""
-        return [] if self.vocabulary.whole else ["vocab_size"]
+        part = [] if self.vocabulary.whole else ["vocab_size"]
+        return part + [name for name in self.unserved if getattr(self.config, name)]
+
+    def engine_config(self) -> dict[str, Any] | None:
+        """`config.json` as SGLang 0.5.23 reads it (`models/dflash.py`, `models/dspark.py`), and vLLM 0.33; their layer
+        ids are those of outputs, as ours."""
+        if self.engine_obstacles():
+            return None
+        config = self.config
+        read = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.aux_layer_ids)}
+        return {
+            **self.layer_config(),
+            "architectures": [self.engine_class],
+            "block_size": config.block_size,
+            # Left out, it is false for full layers and true for sliding ones.
+            **({"is_causal": False} if config.sliding_sees_ahead else {}),
+            "dflash_config": read | self.engine_settings(),
+        }
+
+    def engine_settings(self) -> dict[str, Any]:
+        """The method's own keys of `dflash_config`."""
+        return {}
 
     def engine_copies(self) -> dict[str, Tensor]:
         """vLLM and speculators read the head's rows of a draft vocabulary from the draft."""

@@ -13,6 +13,9 @@ class DFlashDraft(BlockDraft):
     """A DFlash draft for one target; see `BlockDraft`."""
 
     config: DFlashConfig
+    engine_class = "DFlashDraftModel"
+    # SGLang reads a mask's row as its own position's token.
+    unserved = ("sample_from_anchor",)
 
     def weights(self, scored: Scored, head: Tensor, chunk_tokens: int) -> Tensor:
         if self.config.position_weights == "decay":
@@ -21,28 +24,11 @@ class DFlashDraft(BlockDraft):
         chances = token_probabilities(scored.rows, head, labels.clamp(min=0), chunk_tokens) * (labels >= 0)
         return dpace_weights(spread(chances, scored.chosen, scored.there), scored.there, self.config.dpace_alpha)
 
-    def engine_obstacles(self) -> list[str]:
-        """SGLang proposes through the target's whole head, and reads a mask's row as its own position's token."""
-        return super().engine_obstacles() + ["sample_from_anchor"] * self.config.sample_from_anchor
-
     def engine_config(self) -> dict[str, Any] | None:
-        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it; its layer ids are those of outputs, as ours."""
-        config = self.config
-        if self.engine_obstacles():
-            return None
-        return {
-            **self.layer_config(),
-            "architectures": ["DFlashLagunaForCausalLM" if config.fc_norm else "DFlashDraftModel"],
-            "block_size": config.block_size,
-            # Left out, it is false for full layers and true for sliding ones.
-            **({"is_causal": False} if config.sliding_sees_ahead else {}),
-            # Laguna's gate on the attention's output is none of DFlash's.
-            **({"gating": False} if config.fc_norm else {}),
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.aux_layer_ids),
-            },
-        }
+        """With a norm per target feature the class is Laguna's, whose gate on the attention's output DFlash has not."""
+        settings = super().engine_config()
+        laguna = {"architectures": ["DFlashLagunaForCausalLM"], "gating": False}
+        return settings and settings | (laguna if self.config.fc_norm else {})
 
     def speculators_config(self) -> dict[str, Any] | None:
         """For speculators' `DFlashDraftModel`, which calls the output of the target's layer l by the number l + 1.

@@ -44,6 +44,7 @@ class DFlash2Draft(BlockDraft):
     """A DFlash 2 draft for one target; see `BlockDraft`."""
 
     config: DFlash2Config
+    engine_class = "DFlash2DraftModel"
 
     def __init__(
         self, config: DFlash2Config, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
@@ -113,29 +114,13 @@ class DFlash2Draft(BlockDraft):
         added = self.candidate_selector(previous, rows, self.target_ids[places])
         return unary.to(torch.promote_types(torch.float32, unary.dtype)) + added
 
-    def engine_obstacles(self) -> list[str]:
-        """Neither SGLang's class nor vLLM's has a norm per target feature."""
-        return super().engine_obstacles() + ["fc_norm"] * self.config.fc_norm
-
-    def engine_config(self) -> dict[str, Any] | None:
-        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it, and vLLM 0.33."""
+    def engine_settings(self) -> dict[str, Any]:
         config = self.config
-        if self.engine_obstacles():
-            return None
         return {
-            **self.layer_config(),
-            "architectures": ["DFlash2DraftModel"],
-            "block_size": config.block_size,
-            # Left out, it is false for full layers and true for sliding ones.
-            **({"is_causal": False} if config.sliding_sees_ahead else {}),
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.aux_layer_ids),
-                "conv_kernel_size": config.conv_kernel_size,
-                "conv_group_size": config.conv_group_size,
-                "selector_rank": config.selector_rank,
-                "selector_top_k": config.selector_top_k,
-            },
+            "conv_kernel_size": config.conv_kernel_size,
+            "conv_group_size": config.conv_group_size,
+            "selector_rank": config.selector_rank,
+            "selector_top_k": config.selector_top_k,
         }
 
 

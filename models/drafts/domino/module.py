@@ -60,6 +60,7 @@ class DominoDraft(BlockDraft):
     """A Domino draft for one target; see `BlockDraft`."""
 
     config: DominoConfig
+    engine_class = "DFlashDraftModel"
 
     def __init__(
         self, config: DominoConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
@@ -115,31 +116,14 @@ class DominoDraft(BlockDraft):
             logits = self.logits(rows)
             yield logits + self.embed_proj[2](self._latents(rows, state)) if step else logits
 
-    def engine_obstacles(self) -> list[str]:
-        """SGLang's class has no norm per target feature."""
-        return super().engine_obstacles() + ["fc_norm"] * self.config.fc_norm
-
-    def engine_config(self) -> dict[str, Any] | None:
-        """`config.json` as SGLang 0.5.23's `models/dflash.py` reads it."""
-        config = self.config
-        if self.engine_obstacles():
-            return None
+    def engine_settings(self) -> dict[str, Any]:
         return {
-            **self.layer_config(),
-            "architectures": ["DFlashDraftModel"],
-            "block_size": config.block_size,
-            # Left out, it is false for full layers and true for sliding ones.
-            **({"is_causal": False} if config.sliding_sees_ahead else {}),
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.aux_layer_ids),
-                "projector_type": "domino",
-                "shift_label": config.sample_from_anchor,
-                # How many proposals are not corrected; SGLang takes no other number.
-                "pure_draft_prefix_len": 1,
-                "gru_hidden_dim": config.gru_hidden_dim,
-                "emb_dim": config.emb_dim,
-            },
+            "projector_type": "domino",
+            "shift_label": self.config.sample_from_anchor,
+            # How many proposals are not corrected; SGLang takes no other number.
+            "pure_draft_prefix_len": 1,
+            "gru_hidden_dim": self.config.gru_hidden_dim,
+            "emb_dim": self.config.emb_dim,
         }
 
 

@@ -24,6 +24,7 @@ class DSparkDraft(BlockDraft):
     """A DSpark draft for one target; see `BlockDraft`."""
 
     config: DSparkConfig
+    engine_class = "Qwen3DSparkModel"
 
     def __init__(
         self, config: DSparkConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
@@ -80,35 +81,19 @@ class DSparkDraft(BlockDraft):
             return None
         return self._confidence(normed, torch.stack(list(previous), dim=1))
 
-    def engine_obstacles(self) -> list[str]:
-        """Neither SGLang's class nor vLLM's has a norm per target feature."""
-        return super().engine_obstacles() + ["fc_norm"] * self.config.fc_norm
-
     def engine_config(self) -> dict[str, Any] | None:
-        """`config.json` as SGLang 0.5.23's `models/dspark.py` and vLLM 0.33.0 read it.
+        """SGLang checks what is nested and builds from what is not; so do forks and converters in any mixture."""
+        settings = super().engine_config()
+        return settings and settings | settings["dflash_config"]
 
-        SGLang checks what is nested and builds from what is not; so do forks and converters in any mixture.
-        """
+    def engine_settings(self) -> dict[str, Any]:
         config = self.config
-        if self.engine_obstacles():
-            return None
-        both = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.aux_layer_ids),
+        return {
             "sample_from_anchor": True,
             "markov_rank": config.markov_rank,
             "markov_head_type": config.markov_head,
             "enable_confidence_head": config.confidence_head,
             "confidence_head_with_markov": config.confidence_reads_token,
-        }
-        return {
-            **self.layer_config(),
-            "architectures": ["Qwen3DSparkModel"],
-            "block_size": config.block_size,
-            # Left out, it is false for full layers and true for sliding ones.
-            **({"is_causal": False} if config.sliding_sees_ahead else {}),
-            **both,
-            "dflash_config": both,
         }
 
 
