@@ -202,7 +202,9 @@ def recipes(folder: Path, options: argparse.Namespace, fleet: Fleet, texts: Sequ
     }  # fmt: skip
     loop = tiny | {
         "name": "live",
-        "data": limits | {"source": "live", "max_samples": options.samples},
+        # With fewer held-out conversations the gate could not tell a round's gain from chance.
+        "data": limits | {"source": "live", "max_samples": options.samples, "heldout_share": 0.3},
+        "benchmark": tiny["benchmark"] | {"prompts": 512},
         "generator": tiny["generator"] | {"engine": "serving", "live": live, "count": len(servers)},
         "training": tiny["training"] | {"start_from": "champion", "learning_rate": options.learning_rate},
     }
@@ -293,10 +295,10 @@ def loop(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=200, help="that a round learns")
+    parser.add_argument("--samples", type=int, default=400, help="that a round learns")
     parser.add_argument("--champion-samples", type=int, default=800)
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.5)
+    parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--quiet-requests", type=int, default=200, help="before users change over")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--seed", type=int, default=0)
