@@ -1,6 +1,8 @@
 """What import-linter cannot say: which files of `models` the control plane sees, and how long things may get."""
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -143,3 +145,14 @@ def test_a_class_name_is_used_once() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_processes_that_load_no_weights_import_no_modelling_code() -> None:
+    """It takes seconds of each, several times in a run."""
+    processes = ("data.prepare", "export.sglang", "capture.generator", "capture.collect", "regeneration.regenerate")
+    names = ", ".join(f"models.{name}" for name in processes)
+    code = f"import {names}, sys; print([name for name in sys.modules if 'modeling_' in name])"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert set(ast.literal_eval(asked.stdout)) <= {
+        "transformers.modeling_rope_utils", "transformers.modeling_flash_attention_utils"
+    }  # fmt: skip

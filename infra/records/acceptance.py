@@ -97,6 +97,8 @@ class GroundDecision(Record):
     """One-sided 97.5 % bound of the relative difference."""
     margin: float
     smallest_detectable: float
+    prompts_needed: int | None = None
+    """To show a difference of this size; None: it is shown, or does not exceed the margin."""
 
 
 class CategoryDecision(Record):

@@ -163,9 +163,10 @@ def findings(result: BenchmarkResult) -> dict[str, str]:
 def _gate(result: BenchmarkResult) -> str:
     gate = result.gate
     categories = f"; by category: {', '.join(map(_category, gate.categories))}" if gate.categories else ""
+    needed = f", a difference as large as this one takes {gate.prompts_needed}" if gate.prompts_needed else ""
     return (
         f"{'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that these "
-        f"prompts can show is {gate.smallest_detectable:.1%}{categories}"
+        f"prompts can show is {gate.smallest_detectable:.1%}{needed}{categories}"
     )
 
 

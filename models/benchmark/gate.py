@@ -178,6 +178,7 @@ def _judge(ground: Ground, duels: Sequence[Duel]) -> GroundDecision:
         lower_bound=difference.lower_bound,
         margin=ground.margin,
         smallest_detectable=difference.smallest_detectable(ground.margin),
+        prompts_needed=None if decided.passed else difference.prompts_needed(ground.margin),
     )
 
 

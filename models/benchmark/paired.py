@@ -6,6 +6,7 @@ that is given. Its standard error is the jackknife's, which leaves out one conve
 percentiles of a bootstrap have with few conversations.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,11 @@ class Difference:
     def smallest_detectable(self, margin: float, level: float = LEVEL) -> float:
         """The true difference whose lower bound at `level` would exceed `margin` with a power of 80 %."""
         return float(np.expm1(np.log1p(margin) + self._reach(level)))
+
+    def prompts_needed(self, margin: float) -> int | None:
+        """Of prompts like these, to show the estimate with a power of 80 %; None if it does not exceed `margin`."""
+        excess = self.log_ratio - float(np.log1p(margin))
+        return math.ceil((self.degrees + 1) * (self._reach(LEVEL) / excess) ** 2) if excess > 0 else None
 
     def smallest_worsening(self, tolerance: float, level: float) -> float:
         """The relative loss that would be told from one of `tolerance` at `level`, with a power of 80 %."""

@@ -97,6 +97,16 @@ def test_smallest_detectable_is_detected_four_times_of_five():
     assert calm.smallest_detectable(0.01) == pytest.approx(1.01 * np.exp(calm.standard_error * 2.8017) - 1, rel=1e-3)
 
 
+def test_as_many_prompts_as_needed_show_the_difference_four_times_of_five():
+    rng = np.random.default_rng(4)
+    known = paired_difference(*conversations(rng, 20_000, 0.1))
+    number = known.prompts_needed(0.0)
+    assert number is not None and 40 < number < 2_000
+    found = sum(paired_difference(*conversations(rng, number, 0.1)).lower_bound > 0 for _ in range(600))
+    assert found / 600 == pytest.approx(0.8, abs=0.07)
+    assert known.prompts_needed(known.estimate + 1e-6) is None
+
+
 def test_pairing_narrows_what_unpaired_conversations_would_show():
     rng = np.random.default_rng(4)
     challenger, champion = conversations(rng, 60, 0.1)

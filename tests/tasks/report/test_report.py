@@ -304,6 +304,13 @@ def test_the_gate_says_what_each_category_could_show(result: BenchmarkResult) ->
     assert "few of gsm8k −20.0% on 30 prompts (too few prompts to judge)" in line
 
 
+def test_a_gate_not_passed_says_how_many_prompts_would_have_shown_the_difference(result: BenchmarkResult) -> None:
+    gate = result.gate.model_copy(update={"passed": False, "prompts_needed": 424})
+    said = findings(result.model_copy(update={"gate": gate}))["Gate"]
+    assert said.endswith("can show is 10.0%, a difference as large as this one takes 424")
+    assert "takes" not in findings(result)["Gate"]
+
+
 @pytest.fixture
 def gate(result: BenchmarkResult) -> GateDecision:
     return result.gate
