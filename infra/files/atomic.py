@@ -2,7 +2,10 @@
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import BaseModel
 
@@ -13,10 +16,17 @@ def write_atomically(path: Path, data: bytes | str | BaseModel, mode: int = 0o66
         data = data.model_dump_json(indent=2) + "\n"
     if isinstance(data, str):
         data = data.encode()
+    with replacing(path, mode) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """What is written here takes the place of `path` at the end, whole; after an error, nothing does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

@@ -5,7 +5,8 @@ the disk. Readers take the lines before it. The writer writes those back before 
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,23 @@ from infra.files.atomic import write_atomically
 
 def read_objects(path: Path) -> list[dict[str, Any]]:
     """The objects of all whole lines before the first torn one; empty without a file."""
-    objects: list[dict[str, Any]] = []
-    for line in _finished_lines(path):
-        value = _object(line)
-        if value is None:
-            break
-        objects.append(value)
-    return objects
+    return list(each_object(path))
+
+
+def each_object(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one at a time."""
+    yield from (value for _, value in _placed(path))
+
+
+def places_by(key: str, path: Path) -> dict[str, int]:
+    """Where the line of each object begins, by one of its values; a torn end is cut off. For the file's one writer."""
+    places, end = dict[str, int](), 0
+    for line, value in _placed(path):
+        places[value[key]] = end
+        end += len(line)
+    if path.is_file():
+        os.truncate(path, end)
+    return places
 
 
 def last_object(path: Path) -> dict[str, Any] | None:
@@ -36,6 +47,18 @@ def as_line(value: Mapping[str, Any]) -> str:
 def write_objects(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file, whole or not at all. For its one writer, before it appends."""
     write_atomically(path, "".join(map(as_line, objects)))
+
+
+def _placed(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Whole lines and their objects."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            value = _object(line) if line.endswith(b"\n") else None
+            if value is None:
+                return
+            yield line, value
 
 
 def _finished_lines(path: Path) -> list[bytes]:

@@ -129,7 +129,7 @@ class RegeneratedRecord(Record):
     """JSONL in the cache."""
     documents: int
     duplicates: int
-    """Documents left out because the same was asked before."""
+    """Documents left out because another one asks the same, or goes on from there."""
     tokens: int
     """Generated ones."""
     cut: int
@@ -138,6 +138,8 @@ class RegeneratedRecord(Record):
     """Documents left out: more than text, a chat template that cannot render them, a prompt that is too long."""
     refusals: tuple[str, ...] = ()
     """Place and reason of the first."""
+    ended_early: int = 0
+    """Documents whose first answers are there, and whose later prompts cannot be used: most are too long."""
     engine: str
     settings: Mapping[str, float | int | str]
     wall_s: float
@@ -153,6 +155,7 @@ class RegeneratedRecord(Record):
         return (
             f"regenerated: {self.documents} documents, {self.tokens} tokens by {self.engine} in {self.wall_s:.0f} s, "
             f"{self.cut} cut at the limit, {self.duplicates} duplicates left out, {self.refused} refused ({shown})"
+            + (f"; {self.ended_early} end before their last turn, most at data.max_tokens" if self.ended_early else "")
             + (f"; {self.unanswered} prompts are answered while they are captured" if self.unanswered else "")
             + "".join(f"\n  left out: {refusal}" for refusal in self.refusals)
         )

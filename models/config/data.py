@@ -93,7 +93,12 @@ class DataConfig(StrictConfig):
     regeneration: RegenerationConfig | None = Field(
         default=None, description="Train on the target's own answers to these prompts; default: on the given answers."
     )
-    heldout_share: float = Field(default=0.1, gt=0, lt=0.5, description="Share of documents that are held out.")
+    heldout_share: float = Field(
+        default=0.1,
+        gt=0,
+        lt=0.5,
+        description="Share of dialogues that are held out, with all that begin with the same question.",
+    )
     max_samples: AtLeastOne | None = Field(default=None, description="Most training samples; default: all.")
 
     @model_validator(mode="after")

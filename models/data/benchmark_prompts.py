@@ -4,7 +4,7 @@ The rule looks at words only and ignores case, punctuation and white space. A do
 
 - it shares 13 consecutive words with it, except words that several prompts share, such as an instruction;
 - or one of its messages contains 80 % of the 5-word shingles of a prompt with 8 words or more;
-- or one of its messages is a shorter prompt, word for word.
+- or what it is asked first is a shorter prompt, word for word: "Thanks" or "Yes" later on is none.
 
 GPT-3's decontamination used runs of 13 words too (arXiv 2005.14165, appendix C).
 """
@@ -45,7 +45,7 @@ def words_of(text: str) -> Words:
 
 
 def read_excluded_prompts(sources: Iterable[str]) -> Iterator[str]:
-    """Every prompt of benchmark files: user turns of conversations, plain text, or a prompt field.
+    """Every prompt of benchmark files: what a conversation asks before its first answer, plain text, or a prompt field.
 
     Raises Refusal for unreadable sources and records without a prompt.
     """
@@ -62,7 +62,7 @@ def _prompts(place: str, record: Any) -> list[str]:
     document = as_document(place, record)
     if document.tokens and not document.messages:
         raise Refusal(f"{place}: tokens cannot be compared with training text: give the prompts' text")
-    return [message.content for message in document.messages if document.plain or message.role == "user"]
+    return list(document.opening)
 
 
 class BenchmarkPrompts:
@@ -92,13 +92,14 @@ class BenchmarkPrompts:
         """Distinct prompts."""
         return self._count
 
-    def occur_in(self, messages: Sequence[str]) -> bool:
-        """Whether one of the messages contains a prompt."""
-        return bool(self._count) and any(self._occurs_in(words_of(message)) for message in messages)
+    def occur_in(self, messages: Sequence[str], opening: Sequence[str] | None = None) -> bool:
+        """Whether one of the messages contains a prompt. Short ones are looked for in `opening`; default: in all."""
+        if not self._count:
+            return False
+        short = any(words_of(message) in self._short for message in (messages if opening is None else opening))
+        return short or any(self._occurs_in(words_of(message)) for message in messages)
 
     def _occurs_in(self, words: Words) -> bool:
-        if len(words) < MIN_WORDS and words in self._short:
-            return True
         numbers = self._in_numbers(words)
         shingles = _runs(numbers, SHINGLE)
         # Text that shares a long run also shares its shingles, so nearly all text returns here.

@@ -27,6 +27,8 @@ _ROLES = {
 MAX_DEPTH = 64
 """Nesting levels of tools and their arguments."""
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+TOLD_APART = 8
+"""Words that tell what two dialogues are about; "Hi" begins many."""
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged."""
 
@@ -97,6 +99,29 @@ class Document:
     def text(self) -> str:
         """The text of all turns, separated by blank lines."""
         return "\n\n".join(message.content for message in self.messages)
+
+    @property
+    def opening(self) -> tuple[str, ...]:
+        """What it asks before its first answer: the user's turns there; of plain text, the text."""
+        first = [message.role == "assistant" and turn > 0 for turn, message in enumerate(self.messages)]
+        before = self.messages[: first.index(True)] if True in first else self.messages
+        return tuple(message.content for message in before if self.plain or message.role == "user")
+
+    @property
+    def dialogue_hash(self) -> str:
+        """Hash of the questions that a dialogue begins with, at least `TOLD_APART` words of them.
+
+        Several answers to one question have it in common, and the requests of one dialogue, each of which holds all
+        turns before it. Of plain text, tokens alone and dialogues with fewer words it is the content's.
+        """
+        words, asked = 0, list[str]()
+        for message in () if self.plain else self.messages:
+            if message.role == "user":
+                asked.append(" ".join(message.content.split()).casefold())
+                words += len(message.content.split())
+            if words >= TOLD_APART:
+                return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        return self.content_hash
 
     @property
     def content_hash(self) -> str:

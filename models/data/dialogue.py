@@ -58,14 +58,26 @@ class Dialogue:
     """Why the dialogue ended before its last turn; empty if it did not."""
 
     def __post_init__(self) -> None:
-        if self.document.media and not (self.sees and self.document.images):
-            self.fault = f"{self.document.place}: {self.document.media}{TEXT_ALONE}"
+        document = self.document
+        if document.media and not (self.sees and document.images):
+            self.fault = f"{document.place}: {document.media}{TEXT_ALONE}"
+        elif len(document.messages) == 1 and not document.plain and document.messages[0].role == "assistant":
+            self.fault = f"{document.place}: there is nothing that the target could answer: leave the line out"
 
     @property
     def asked(self) -> str:
         """Hash of what the target is asked: the document without the answers that are generated anew."""
+        return self._hash(len(self.document.messages))
+
+    @property
+    def asked_before(self) -> set[str]:
+        """The same hash of each shorter dialogue that this one continues, of which it holds all answers."""
         given = self.document.messages
-        kept = tuple(message for turn, message in enumerate(given) if not is_generated(given, turn))
+        return {self._hash(turn) for turn in range(len(given)) if is_generated(given, turn)} - {self.asked}
+
+    def _hash(self, end: int) -> str:
+        given = self.document.messages
+        kept = tuple(given[turn] for turn in range(end) if not is_generated(given, turn))
         return replace(self.document, messages=kept).content_hash
 
     def advance(self) -> bool:
@@ -94,9 +106,13 @@ class Dialogue:
 
 
 def is_generated(messages: Sequence[Message], turn: int) -> bool:
-    """Whether the target generates this turn: any answer, except a tool call that the tool's result follows."""
+    """Whether the target generates this turn: any answer, except a greeting, which comes before the first question,
+    and a tool call that the tool's result follows."""
     followed = turn + 1 < len(messages) and messages[turn + 1].role == "tool"
-    return messages[turn].role == "assistant" and not (messages[turn].tools_called and followed)
+    if messages[turn].role != "assistant" or (messages[turn].tools_called and followed):
+        return False
+    asked = [message.role in ("user", "tool") for message in messages]
+    return any(asked[:turn]) if any(asked) else turn > 0
 
 
 def check_answerable(document: Document) -> None:

@@ -29,6 +29,7 @@ class PreparationCounts:
     dropped: int = 0
     """Left out because of their length."""
     truncated: int = 0
+    """Cut at the end, in the samples that they became or before one."""
     split: int = 0
     unusable: int = 0
     """Left out because nothing in them is supervised."""
@@ -36,6 +37,12 @@ class PreparationCounts:
     """Place and reason of each that was left out: more than text, or a chat template that cannot render it."""
     reasoning_dropped: int = 0
     """Conversations with reasoning that the chat template has no place for."""
+
+    def of_a_document(self, used: bool) -> "PreparationCounts":
+        """Its samples' counts as the document's: each at most once, and nothing of it is unusable if a part is used."""
+        once = {one.name: min(1, getattr(self, one.name)) for one in fields(self) if one.name != "refusals"}
+        unusable = not used and not self.refusals and not self.dropped and once["unusable"]
+        return PreparationCounts(**once | {"unusable": int(unusable)}, refusals=self.refusals[:1])
 
     def add(self, others: "PreparationCounts") -> None:
         for one in fields(self):

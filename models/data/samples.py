@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,18 @@ class SampleEncoder:
 
     def _samples(
         self, document: Document, shown: Document | None, ids: list[int] | None, counts: PreparationCounts
+    ) -> list[EncodedSample]:
+        """Its samples; `counts` are of documents, however many samples of one were cut or left out."""
+        of_samples = PreparationCounts()
+        samples = list(self._each(document, shown, ids, of_samples))
+        counts.add(of_samples.of_a_document(bool(samples)))
+        return samples
+
+    def _each(
+        self, document: Document, shown: Document | None, ids: list[int] | None, counts: PreparationCounts
     ) -> Iterator[EncodedSample]:
-        if self.excluded.occur_in(self._texts(document)):
+        opening = document.opening if document.messages else None
+        if self.excluded.occur_in(self._texts(document), opening):
             counts.benchmark_prompts += 1
         elif shown is None:
             counts.unusable += 1
@@ -182,7 +192,7 @@ class SampleEncoder:
         return EncodedSample(
             np.pad(tokens.ids, (0, room)),
             np.pad(tokens.loss_mask, (0, room), constant_values=True),
-            document.content_hash,
+            document.dialogue_hash,
             turns=1,
             prompt=prompt,
         )
@@ -239,7 +249,7 @@ class SampleEncoder:
             sample = EncodedSample(
                 np.concatenate([head, tokens[piece]]),
                 np.concatenate([unsupervised, mask[piece]]),
-                document.content_hash,
+                document.dialogue_hash,
                 turns=masked.turns,
                 thinking=masked.thinking,
                 images=masked.images,
@@ -304,9 +314,9 @@ def first_held(documents: int, share: float) -> int:
 def divide(
     samples: Iterable[EncodedSample], config: DataConfig, counts: PreparationCounts, folder: Path | None = None
 ) -> Splits:
-    """Hold out whole documents, of those that are answered, and keep each sample once.
+    """Hold out whole dialogues, of those that are answered, and keep each sample once.
 
-    The samples wait in a file in `folder`. Raises Refusal: no sample is left, or too few documents to hold one out.
+    The samples wait in a file in `folder`. Raises Refusal: no sample is left, or too few dialogues to hold one out.
     """
     spool = Spool(folder)
     for sample in samples:
@@ -319,13 +329,16 @@ def divide(
     held = np.zeros(len(names), dtype=bool)
     held[answered[first_held(len(answered), share) :]] = True
     if not held.any():
-        raise Refusal("only one document is usable: data.source needs at least two, one of them to be held out")
+        raise Refusal(
+            "all that is usable begins with the same question: data.source needs at least two dialogues, one of them "
+            "to be held out; what all of them share belongs into a system turn"
+        )
     order, content = spool.by_content()
     is_held = held[document[order]]
     there = np.zeros(content[-1] + 1, dtype=bool)
     there[content[is_held]] = True
-    heldout = _last_of_each(order[is_held], content[is_held])
-    train = _last_of_each(order[~is_held & ~there[content]], content[~is_held & ~there[content]])
+    heldout = _whole(spool, _last_of_each(order[is_held], content[is_held]))
+    train = _whole(spool, _last_of_each(order[~is_held & ~there[content]], content[~is_held & ~there[content]]))
     counts.duplicates += len(spool) - len(heldout) - len(train)
     if not len(train):
         raise Refusal("every training sample also occurs in a held-out document: data.source needs more text")
@@ -335,6 +348,25 @@ def divide(
 def _last_of_each(order: Numbers, content: Numbers) -> Numbers:
     """Of the samples with the same content, which follow each other, the last that came."""
     return order[np.append(content[1:] != content[:-1], True)] if len(order) else order
+
+
+def _whole(spool: Spool, chosen: Numbers) -> Numbers:
+    """`chosen` without samples from which another one of their dialogue goes on: a log has it once for each turn."""
+    answered = chosen[spool.prompts[chosen] == 0]
+    _, dialogue, counts = np.unique(spool.documents[answered], return_inverse=True, return_counts=True)
+    several = np.flatnonzero(counts[dialogue] > 1)
+    several = several[np.argsort(dialogue[several], kind="stable")]
+    continued = set[int]()
+    for _, group in groupby(several.tolist(), key=lambda number: int(dialogue[number])):
+        # In the order of their tokens, the next one begins with a sample if any does.
+        samples = [(int(answered[number]), spool[int(answered[number])]) for number in group]
+        samples.sort(key=lambda one: one[1].tokens.astype(">u4").tobytes())
+        for (index, short), (_, long) in pairwise(samples):
+            end = len(short.tokens)
+            pairs = (long.tokens[:end], short.tokens), (long.loss_mask[:end], short.loss_mask)
+            if all(np.array_equal(part, whole) for part, whole in pairs):
+                continued.add(index)
+    return chosen[[int(index) not in continued for index in chosen]] if continued else chosen
 
 
 def _refuse(config: DataConfig, counts: PreparationCounts) -> None:

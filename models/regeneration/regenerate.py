@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -20,8 +21,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from infra.files.atomic import sync_folder, write_atomically
-from infra.files.lines import as_line, read_objects, write_objects
+from infra.files.atomic import replacing, sync_folder, write_atomically
+from infra.files.lines import as_line, each_object, places_by
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
@@ -42,10 +43,10 @@ from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
-FORMAT = 6
+FORMAT = 7
 """Increment when the same input gives other prompts."""
 REFUSED = ".refused.jsonl"
-"""Suffix of the list of dialogues that ended early or before their first answer, with the reasons."""
+"""Suffix of the list of dialogues that ended before their first answer, with the reasons."""
 LOCK_WAIT_S = 24 * 3600.0  # another run may be regenerating the same text
 LEAST_BEFORE = 32
 """Fewest dialogues that are answered before the training, with data.regeneration.capture."""
@@ -73,18 +74,24 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     for path in (file, refused):
         os.utime(path)  # clean-up removes files that are not used
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    refusals = [json.loads(line)["fault"] for line in refused.read_text().splitlines()]
+    refusals = [one["fault"] for one in each_object(refused)]
     check_refused(refusals, len(dialogues), run.config.data)
+    counts = Counter[str]()
+    for one in each_object(file):
+        counts.update(
+            open=_is_open(one), documents=not _is_open(one), early=bool(one["fault"]), tokens=one["tokens"],
+            cut=one["cut"],
+        )  # fmt: skip
     return RegeneratedRecord(
         path=str(file),
-        documents=sum(not _is_open(line) for line in lines),
-        unanswered=sum(map(_is_open, lines)),
+        documents=counts["documents"],
+        unanswered=counts["open"],
         duplicates=sum(1 for _ in training_documents(run.config.data)) - len(dialogues),
-        tokens=sum(line["tokens"] for line in lines),
-        cut=sum(line["cut"] for line in lines),
+        tokens=counts["tokens"],
+        cut=counts["cut"],
         refused=len(refusals),
         refusals=tuple(refusals[:SHOWN_REFUSALS]),
+        ended_early=counts["early"],
         engine=run.config.generator.engine,
         settings=regeneration_settings(run).model_dump(mode="json", exclude={"capture"}),
         wall_s=time.monotonic() - begun,
@@ -110,65 +117,77 @@ def _key(run: RunWithTarget) -> str:
         config.capture_dtype,
         config.seed,
         config.data.answered_before,
+        config.data.turns,
         *([] if config.data.images is None else [images_hash(config.data.images)]),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
-    """The distinct dialogues by hash, in the order of the source."""
-    dialogues: dict[str, Dialogue] = {}
+    """The distinct dialogues by hash, in the order of the source.
+
+    A log of requests holds a dialogue once for each of its turns: the longest has the answers of all of them.
+    """
+    dialogues, continued = dict[str, Dialogue](), set[str]()
     for document in training_documents(run.config.data):
         check_answerable(document)
         dialogue = Dialogue(document, run.config.data.images is not None)
         dialogues.setdefault(dialogue.asked, dialogue)
-    return dialogues
+        if run.config.data.turns == "all":
+            continued |= dialogue.asked_before
+    return {asked: dialogue for asked, dialogue in dialogues.items() if asked not in continued}
 
 
 def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> None:
     """Write the answers of all dialogues in order; answers of a crashed process are kept."""
     part = file.with_suffix(".part")
-    # Of a crashed process; a torn last line is removed.
-    answered = read_objects(part)
-    write_objects(part, answered)
-    done = {one["asked"]: as_line(one) for one in answered}
+    places = places_by("asked", part)
     before, later = _divided(run, dialogues)
-    unanswered = [dialogue for dialogue in before if dialogue.asked not in done]
-    if done:
-        print(f"{len(done)} of {len(before)} documents were regenerated before", flush=True)
+    unanswered = [dialogue for dialogue in before if dialogue.asked not in places]
+    if places:
+        print(f"{len(before) - len(unanswered)} of {len(before)} documents were regenerated before", flush=True)
     with (
         TemporaryDirectory() as images, closing(start_text_engine(run, Path(images))) as engine,
-        part.open("a") as written, bars() as bar,
+        part.open("ab") as written, bars() as bar,
     ):  # fmt: skip
         advance, synced = bar("regenerated documents", len(unanswered)), time.monotonic()
         for dialogue in engine.finished(iter(unanswered)):
-            done[dialogue.asked] = as_line(_as_record(dialogue))
-            written.write(done[dialogue.asked])
+            places[dialogue.asked] = written.tell()
+            written.write(as_line(_as_record(dialogue)).encode())
             written.flush()
             if time.monotonic() - synced > SYNC_S:
                 os.fsync(written.fileno())
                 synced = time.monotonic()
             advance(1)
-    with TemporaryDirectory() as images:
+    with TemporaryDirectory() as images, part.open("ab") as written:
         prompter = recipe_prompter(run, Path(images))
         for dialogue in later:
             prompter.leave_open(dialogue)
-    for dialogue in later:
-        done[dialogue.asked] = as_line(_as_record(dialogue))
-    lines = [done[dialogue.asked] for dialogue in dialogues]
-    records = [json.loads(line) for line in lines]
-    faults = (as_line({"fault": record["fault"]}) for record in records if record["fault"])
-    write_atomically(file.with_suffix(REFUSED), "".join(faults))
-    answered = (line for line, record in zip(lines, records, strict=True) if record["generated"])
-    write_atomically(file, "".join(answered))
+            places[dialogue.asked] = written.tell()
+            written.write(as_line(_as_record(dialogue)).encode())
+    # Refusals first: where the answers are, all is there.
+    with part.open("rb") as lines, replacing(file) as answers, replacing(file.with_suffix(REFUSED)) as refused:
+        for dialogue in dialogues:
+            lines.seek(places[dialogue.asked])
+            line = lines.readline()
+            record = json.loads(line)
+            if record["generated"]:
+                answers.write(line)
+            elif record["fault"]:
+                refused.write(as_line({"fault": record["fault"]}).encode())
     part.unlink()
     sync_folder(file.parent)
 
 
 def _divided(run: RunWithTarget, dialogues: list[Dialogue]) -> tuple[list[Dialogue], list[Dialogue]]:
-    """The dialogues that are answered now, which do not depend on the source's order, and those left for later."""
+    """The dialogues that are answered now, which do not depend on the source's order, and those left for later.
+
+    Those that begin with the same question stay together, as they do in the held-out part, which needs answers.
+    """
     count = max(LEAST_BEFORE, math.ceil(run.config.data.answered_before * len(dialogues)))
-    now = set(sorted(dialogue.asked for dialogue in dialogues)[:count])
+    beginnings = {dialogue.asked: dialogue.document.dialogue_hash for dialogue in dialogues}
+    last = max(sorted(beginnings.values())[:count], default="")
+    now = {asked for asked, beginning in beginnings.items() if beginning <= last}
     return [one for one in dialogues if one.asked in now], [one for one in dialogues if one.asked not in now]
 
 

@@ -101,7 +101,8 @@ def test_as_many_prompts_as_needed_show_the_difference_four_times_of_five():
     rng = np.random.default_rng(4)
     known = paired_difference(*conversations(rng, 20_000, 0.1))
     number = known.prompts_needed(0.0)
-    assert number is not None and 40 < number < 2_000
+    assert number is not None
+    assert 40 < number < 2_000
     found = sum(paired_difference(*conversations(rng, number, 0.1)).lower_bound > 0 for _ in range(600))
     assert found / 600 == pytest.approx(0.8, abs=0.07)
     assert known.prompts_needed(known.estimate + 1e-6) is None

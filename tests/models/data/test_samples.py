@@ -57,6 +57,28 @@ def test_overlong_text(make_tokenizer, add_bos: bool, overlong: str, lengths: li
         assert len({sample.document for sample in samples[:3]}) == 1
 
 
+def test_counts_are_of_documents_however_many_samples_each_becomes(make_tokenizer) -> None:
+    """This template gives a sample for each answer."""
+    long = [("user", "7?"), ("assistant", "<think>h</think>21")] * 12
+    made = encoder(make_tokenizer(QWEN3), chat_template="tokenizer", max_tokens=60, overlong="truncate")
+    samples = list(made.encode([chat(("user", f"{n}!"), ("assistant", "3"), *long) for n in range(5)]))
+    assert len(samples) == 5
+    assert (made.counts.truncated, made.counts.unusable, made.counts.documents) == (5, 0, 5)
+
+
+def test_small_talk_of_a_suite_is_no_prompt(make_tokenizer) -> None:
+    made = SampleEncoder(
+        make_tokenizer(CHATML), DataConfig(max_tokens=500, min_tokens=4), False,
+        excluded=BenchmarkPrompts(["thanks", "Tell a joke"]),
+    )  # fmt: skip
+    documents = [
+        chat(("user", "Is it bread?"), ("assistant", "Yes."), ("user", "Thanks!"), ("assistant", "7")),
+        chat(("user", "tell a JOKE"), ("assistant", "7")),
+    ]
+    assert len(list(made.encode(documents))) == 1
+    assert made.counts.benchmark_prompts == 1
+
+
 def test_the_beginning_of_text_is_not_doubled(make_tokenizer) -> None:
     tokenizer = make_tokenizer("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
     (sample,) = encoder(tokenizer, True, chat_template="tokenizer").encode(
@@ -127,7 +149,12 @@ REFUSALS = {
     ),
     "everything too short": (None, {}, [text("1"), text("2")], r"no sample is left .* 2 of 2 .*min_tokens=4"),
     "everything too long": (None, {"overlong": "drop"}, [text("1" * 30)], r"no sample is left .*max_tokens=20"),
-    "one document": (None, {"overlong": "split"}, [text("1" * 30)], "only one document is usable"),
+    "one document": (
+        None,
+        {"overlong": "split"},
+        [text("1" * 30)],
+        "needs at least two dialogues",
+    ),
     "the same twice": (None, {"overlong": "split"}, [text("1" * 30), text("1" * 45)], "also occurs in a held-out"),
 }
 
@@ -163,6 +190,50 @@ def test_pieces_cover_the_text_and_are_even(length: int, room: int) -> None:
 
 HASHES = st.sets(st.text("0123456789abcdef", min_size=4, max_size=8), min_size=2, max_size=60)
 SHARES = st.floats(0.01, 0.49)
+
+
+ASKED = "how do i bake bread with the oven number"
+
+
+def log_of_requests(dialogues: int, turns: int) -> list[Document]:
+    """Each request of each dialogue, with all turns before it, as a server's log has them."""
+    found = list[Document]()
+    for dialogue in range(dialogues):
+        said = list[tuple[str, str]]()
+        for turn in range(turns):
+            said += [("user", f"{ASKED} {dialogue}" if turn == 0 else f"{turn}?"), ("assistant", f"{dialogue} {turn}")]
+            found.append(chat(*said))
+    return found
+
+
+def test_requests_of_one_dialogue_are_on_one_side_and_learned_once(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(CHATML), chat_template="tokenizer", max_tokens=500)
+    splits = divide(made.encode(log_of_requests(20, 4)), made.config, made.counts)
+    texts = [[made.tokenizer.decode(one.tokens) for one in side] for side in (splits.train, splits.heldout)]
+    assert [len(side) for side in texts] == [18, 2]
+    assert made.counts.duplicates == 60
+    begins = [{text.split("<|im_end|>")[0] for text in side} for side in texts]
+    assert not begins[0] & begins[1]
+
+
+def test_answers_to_one_question_are_on_one_side(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(CHATML), chat_template="tokenizer", max_tokens=500)
+    documents = [
+        chat(("system", f"{answer}"), ("user", f"{ASKED}  {question}"), ("assistant", f"{answer}"))
+        for question in range(20) for answer in range(5)
+    ]  # fmt: skip
+    splits = divide(made.encode(documents), made.config, made.counts)
+    assert (len(splits.train), len(splits.heldout)) == (90, 10)
+    assert not {one.document for one in splits.train} & {one.document for one in splits.heldout}
+
+
+def test_short_openings_are_no_common_dialogue(make_tokenizer) -> None:
+    made = encoder(make_tokenizer(CHATML), chat_template="tokenizer", max_tokens=500)
+    documents = [
+        chat(("user", "Hi"), ("assistant", "Yes?"), ("user", f"{ASKED} {n}"), ("assistant", "7")) for n in range(20)
+    ]
+    splits = divide(made.encode(documents), made.config, made.counts)
+    assert (len(splits.train), len(splits.heldout)) == (18, 2)
 
 
 @given(hashes=HASHES, share=SHARES, data=st.data())
@@ -357,8 +428,9 @@ def test_reasoning_without_tags_is_masked_in_regenerated_tokens(make_tokenizer) 
 
 def test_regenerated_conversations_may_hold_a_benchmark_s_prompt(make_tokenizer) -> None:
     tokenizer = make_tokenizer(QWEN3)
-    document = generated(tokenizer, "Who is it?")
-    excluded = BenchmarkPrompts(["Who is it?"])
+    text = "Who is it that knocks at the door at night?"
+    document = generated(tokenizer, text)
+    excluded = BenchmarkPrompts([text])
     made = SampleEncoder(tokenizer, DataConfig(), False, excluded=excluded)
     assert list(made.encode([document])) == []
     assert made.counts.benchmark_prompts == 1

@@ -150,6 +150,34 @@ def test_a_call_stays_where_a_tool_s_result_follows(
     assert [message.content for message in other.messages[1:]] == by_hand(chat_target, QUESTIONS[0])
 
 
+def test_a_log_of_requests_is_answered_once(task_of: Callable[..., RunWithTarget]) -> None:
+    whole = [QUESTIONS[0], "It returns nothing.", QUESTIONS[1], "By hand.", QUESTIONS[2]]
+    requests = [conversation(*whole[:count]) for count in (1, 2, 3, 5)] + [conversation(QUESTIONS[3])]
+    record = regenerate(task_of(requests))
+    assert [len(found) for found in answers(record)] == [3, 1]
+    assert (record.documents, record.duplicates) == (2, 3)
+    last = regenerate(task_of(requests, "data.turns=last"))
+    assert [len(found) for found in answers(last)] == [1, 2, 3, 1]
+
+
+def test_a_dialogue_that_outgrows_its_sample_keeps_its_answers(task_of: Callable[..., RunWithTarget]) -> None:
+    long = conversation(QUESTIONS[0], "x", QUESTIONS[1] + " and a tuple" * 40)
+    record = regenerate(task_of([long, conversation(QUESTIONS[2])], "data.max_tokens=80", "data.max_refused_share=0"))
+    assert [len(found) for found in answers(record)] == [1, 1]
+    assert (record.documents, record.refused, record.ended_early) == (2, 0, 1)
+    assert "1 end before their last turn" in record.summary
+
+
+def test_a_greeting_stays_and_is_no_answer(task_of: Callable[..., RunWithTarget]) -> None:
+    greeting = {"role": "assistant", "content": "Welcome!"}
+    record = regenerate(
+        task_of([{"messages": [greeting, *conversation(*QUESTIONS[:1])["messages"]]}, conversation(*QUESTIONS[:1])])
+    )
+    assert record.duplicates == 0
+    greeted, plain = answers(record)
+    assert (greeted[0], len(greeted), len(plain)) == ("Welcome!", 2, 1)
+
+
 def test_tokens_are_refused(task_of: Callable[..., RunWithTarget]) -> None:
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tokens have no turns .* leave data\.regeneration out"):
         regenerate(task_of([{"input_ids": [5, 6], "loss_mask": [1, 1]}]))
