@@ -126,14 +126,17 @@ def _key(run: RunWithTarget) -> str:
 def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
     """The distinct dialogues by hash, in the order of the source.
 
-    A log of requests holds a dialogue once for each of its turns: the longest has the answers of all of them.
+    A log of requests holds a dialogue once for each of its turns: the longest gets the answers of all of them, but for
+    one that is captured while its last turn is answered.
     """
+    data = run.config.data
+    whole = data.turns == "all" and data.answered_before == 1
     dialogues, continued = dict[str, Dialogue](), set[str]()
-    for document in training_documents(run.config.data):
+    for document in training_documents(data):
         check_answerable(document)
-        dialogue = Dialogue(document, run.config.data.images is not None)
+        dialogue = Dialogue(document, data.images is not None)
         dialogues.setdefault(dialogue.asked, dialogue)
-        if run.config.data.turns == "all":
+        if whole:
             continued |= dialogue.asked_before
     return {asked: dialogue for asked, dialogue in dialogues.items() if asked not in continued}
 
