@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from live_facts import live, live_loop, one_pass_learned
+from live_facts import live, live_flow, live_loop, one_pass_learned
 from speed_facts import (
     block_step,
     capture,
@@ -330,6 +330,7 @@ SECTIONS = (
             ("follower", "follower.py", follower),
             ("quarter", "quarter.py", quarter),
             ("live_loop", "live_loop.py", live_loop),
+            ("live_flow", "live_flow.py", live_flow),
         ),
     ),
 )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +58,8 @@ class TargetModel:
     ):
         self.model = model.eval()
         self.body: Any = decoder_of(model)
+        # transformers 5.24 calls it `cache`; older versions, and models with code of their own, `past_key_values`.
+        self._cache_argument = "cache" if "cache" in signature(self.body.forward).parameters else "past_key_values"
         self.head = _own_head(model) if head is None else head
         self.head_weight: Tensor = self.head.head
         self.aux_layer_ids, self.with_last = tuple(aux_layer_ids), with_last
@@ -131,6 +134,8 @@ class TargetModel:
         placed: dict[str, Any] = {}
         if placement is not None:
             placed = {"attention_mask": self._masks(placement), "position_ids": placement.positions}
+        if cache is not None:
+            placed[self._cache_argument] = cache
         reader = self.body
         if seen:
             # The multimodal model around the decoder: it puts images where their tokens stand.
@@ -139,7 +144,7 @@ class TargetModel:
             reader, placed = self.model.base_model, dict(seen)
         entered = dict[str, Any]()
         with self._entering(entered) if embedded else nullcontext():
-            output = reader(input_ids=tokens, past_key_values=cache, use_cache=cache is not None, **placed)
+            output = reader(input_ids=tokens, use_cache=cache is not None, **placed)
         last = output.last_hidden_state
         parts = [self._captured[layer_id] for layer_id in self.aux_layer_ids] + [last] * self.with_last
         self._captured.clear()
