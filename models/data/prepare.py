@@ -1,13 +1,14 @@
 """`python -m models.data.prepare RUN_FOLDER`: tokenizes the run's text and writes samples.json.
 
-A sample set with the same content is taken from the cache.
+A sample set of the same source with the same content is taken from the cache.
 """
 
 import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from infra.files.cached_folder import build_once
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from infra.settings import cache_folder
 from models.config.data import LIVE, DataConfig
 from models.config.recipe import RunConfig, read_config
@@ -66,7 +68,8 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         sorted(ends),
         target.media_ids,
         add_bos,
-        config.model_dump(exclude={"source", "exclude", "chat_template", "template_arguments"}),
+        # The source's name is part of this, because the record and `refused.txt` name places in it.
+        config.model_dump(exclude={"exclude", "chat_template", "template_arguments"}),
         sorted({source_hash(source) for source in config.exclude}),
         images_hash(config.images),
     )
@@ -88,7 +91,8 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         else:
             encoder = settings.encoder(tokenizer)
             samples = collect(outcomes_in_parts(documents, settings, parts), config, encoder.counts)
-        splits = divide(samples, config, encoder.counts, aside)
+        with _unchanged(config.source, content, parts):
+            splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals
         record = _record(splits, encoder, template, content).model_copy(
             update={"broken": len(broken), "refusals": tuple(left_out[:SHOWN_REFUSALS])}
@@ -100,6 +104,23 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     build_once(folder, build)
     shutil.rmtree(parts, ignore_errors=True)
     return read_manifest(folder).samples
+
+
+@contextmanager
+def _unchanged(source: str, content: str, parts: Path) -> Iterator[None]:
+    """Raises Refusal, and removes what was tokenized, if `source` no longer has the hash `content` after reading."""
+    try:
+        yield
+    except Refusal:  # such as half a line at the end of a file that is being written
+        _check_unchanged(source, content, parts)
+        raise
+    _check_unchanged(source, content, parts)
+
+
+def _check_unchanged(source: str, content: str, parts: Path) -> None:
+    if source_hash(source) != content:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise Refusal(f"data.source {source!r} changed while it was read: copy it, and give the copy as data.source")
 
 
 def prepare_live(run: RunFolder, config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +16,11 @@ from transformers import AutoTokenizer
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig
+from models.data import prepare
+from models.data.conversations import Document
 from models.data.prepare import REFUSED, histogram, prepare_samples, recipe_data, summary, tokenizer_hash
 from models.data.sample_set import SampleSet
 
@@ -63,15 +68,43 @@ def test_samples_and_their_record_agree(source: Path, tiny_target: TargetRecord)
 def test_the_same_content_comes_from_the_cache(source: Path, tiny_target: TargetRecord, cache: Path) -> None:
     record = prepare_samples(config(source), tiny_target, add_bos=False)
     before = {path: path.stat().st_mtime_ns for path in Path(record.path).iterdir()}
-    moved = source.rename(source.with_name("renamed.jsonl"))
-    assert prepare_samples(config(moved), tiny_target, add_bos=False) == record
+    assert prepare_samples(config(source), tiny_target, add_bos=False) == record
     assert {path: path.stat().st_mtime_ns for path in Path(record.path).iterdir()} == before
 
-    shorter = prepare_samples(config(moved, max_tokens=32), tiny_target, add_bos=False)
-    moved.write_text(moved.read_text() + json.dumps({"text": story(31)}) + "\n")
-    longer = prepare_samples(config(moved), tiny_target, add_bos=False)
+    shorter = prepare_samples(config(source, max_tokens=32), tiny_target, add_bos=False)
+    source.write_text(source.read_text() + json.dumps({"text": story(31)}) + "\n")
+    longer = prepare_samples(config(source), tiny_target, add_bos=False)
     assert len({record.path, shorter.path, longer.path}) == 3
     assert len({record.dataset_hash, shorter.dataset_hash, longer.dataset_hash}) == 3
+
+
+def test_places_are_those_of_the_source_that_is_given(source: Path, tiny_target: TargetRecord) -> None:
+    source.write_text(source.read_text() + "{broken\n")
+    first = prepare_samples(config(source), tiny_target, add_bos=False)
+    moved = source.rename(source.with_name("renamed.jsonl"))
+    second = prepare_samples(config(moved), tiny_target, add_bos=False)
+    assert first.dataset_hash == second.dataset_hash
+    assert [record.refusals[0].split(": ")[0] for record in (first, second)] == [f"{source}:31", f"{moved}:31"]
+
+
+@pytest.mark.parametrize("late", [json.dumps({"text": story(31)}) + "\n", '{"text": "half a li'])
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    source: Path, tiny_target: TargetRecord, cache: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """Samples of the longer file would be kept under the hash of the shorter one."""
+    before, read = source.read_text(), prepare.training_documents
+
+    def grows(*given: Any) -> Iterator[Document]:
+        source.write_text(before + late)
+        yield from read(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "training_documents", grows)
+        with pytest.raises(Refusal, match=r"stories\.jsonl' changed while it was read: copy it, and give the copy"):
+            prepare_samples(config(source, max_broken_share=0.0), tiny_target, add_bos=False)
+    assert [path for path in (cache / "samples").iterdir() if path.is_dir()] == []
+    source.write_text(before)
+    assert prepare_samples(config(source, max_broken_share=0.0), tiny_target, add_bos=False).broken == 0
 
 
 def test_a_refusal_leaves_nothing_in_the_cache(source: Path, tiny_target: TargetRecord, cache: Path) -> None:
