@@ -39,8 +39,10 @@ class DataConfig(StrictConfig):
         default="python-docs",
         description="A `.jsonl`, `.json` or `.parquet` file of conversations (`conversations` or `messages`), of "
         "`text`, or of `input_ids` with `loss_mask`; a `.txt` file with blank lines between documents; a folder, "
-        "of which only the files of the first kind that it holds are read (.parquet, .jsonl, .json, .txt), and none in "
-        "hidden folders. It is local or at an address like s3://bucket/prompts/. "
+        "of which only the files of the first kind that it holds are read (.parquet, .jsonl, .json, .txt), and none "
+        "whose path below it has a part that begins with `.` or `_`; linked folders are entered. `.ndjson` is another "
+        "name of `.jsonl`, and all but Parquet may be compressed (`.gz`, `.bz2`, `.xz`, `.zst`). It is local or at "
+        "an address like s3://bucket/prompts/ or https://host/prompts.jsonl. "
         "hf://datasets/OWNER/NAME[@REVISION]?config=C&split=S: a dataset of the Hugging Face Hub. `python-docs`: the "
         "documentation that comes with Python. `live`: what users ask the servers of generator.live from now on, with "
         "what they are answered; a run learns `max_samples` of it.",
@@ -82,8 +84,8 @@ class DataConfig(StrictConfig):
     )
     max_broken_share: Share = Field(
         default=0.2,
-        description="The run is refused when a larger share of the records is broken (no JSON, no known keys); fewer "
-        "are left out, counted and listed.",
+        description="The run is refused when a larger share of the records is broken (no JSON, no UTF-8, no known "
+        "keys); fewer are left out, counted and listed.",
     )
     max_refused_share: Share = Field(
         default=0.9,

@@ -1,16 +1,21 @@
 """Reads the records of JSON, JSON lines, Parquet and text files, each with its place."""
 
+import codecs
 import json
+import lzma
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from io import BufferedReader
 from typing import Any, TypeVar
 
 from infra.refusal import Refusal
+from models.data.kinds import open_file
 from models.data.sources import ResolvedSource, SourceFile
 
 Item = TypeVar("Item")
 Row = tuple[str, Any]
-"""A place for messages, and the record: of a text file one with `text`, of a broken line its Refusal."""
+"""A place for messages, and the record: of a text file one with `text`, of a broken record its Refusal."""
 MAX_FAULTS = 10
 """Most unusable records in one message."""
 PARQUET_ROWS = 1024
@@ -20,7 +25,7 @@ PARQUET_ROWS = 1024
 def read_rows(source: ResolvedSource) -> Iterator[Row]:
     """Every record of every file, in order. Raises Refusal, with file and line or row, for an unreadable one."""
     for file in source.files:
-        yield from _READERS[file.path.suffix](file)
+        yield from _READERS[file.kind.format](file)
 
 
 def converted(
@@ -69,31 +74,56 @@ def whole(record: Any) -> Any:
 
 
 def _jsonl(file: SourceFile) -> Iterator[Row]:
-    for number, line in _lines(file.path, file.place):
-        if not line.strip():
-            continue
-        yield f"{file.place}:{number}", _parsed(line, f"{file.place}:{number}")
+    for place, line in _lines(file):
+        if isinstance(line, Refusal):
+            yield place, line
+        elif line.strip():
+            yield place, _parsed(line, place)
 
 
 def _parsed(line: str, place: str) -> Any:
     """The value of a line, or a Refusal, which the caller may report together with others."""
     try:
         record = json.loads(line)
-        if "\\ud" in line.lower():
-            json.dumps(record, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         return Refusal(f"{place}: not valid JSON ({error.msg}, column {error.colno}): write one JSON object per line")
-    except UnicodeEncodeError:
-        return Refusal(f"{place}: holds half a surrogate pair, which is no character: correct or remove the line")
     except RecursionError:
         return Refusal(f"{place}: nested too deeply: correct or remove the line")
     except ValueError:
         return Refusal(f"{place}: holds a number of too many digits: correct or remove the line")
+    return _characters(record, place) if _has_surrogates(line) else record
+
+
+def _has_surrogates(text: str) -> bool:
+    """Whether JSON text has escapes of surrogates; most are whole pairs."""
+    return "\\ud" in text or "\\uD" in text
+
+
+def _characters(record: Any, place: str) -> Any:
+    """The record, or a Refusal if its text cannot be written as UTF-8."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        # `surrogateescape` maps the bytes 0x80 to 0xff to U+DC80 to U+DCFF.
+        code = ord(error.object[error.start])
+        what = "a byte that is not UTF-8, or " if 0xDC80 <= code <= 0xDCFF else ""
+        return Refusal(f"{place}: holds {what}half a surrogate pair, which is no character: correct or remove it")
+    except RecursionError:
+        return Refusal(f"{place}: nested too deeply: correct or remove it")
     return record
 
 
 def _json(file: SourceFile) -> Iterator[Row]:
-    text = "".join(line for _, line in _lines(file.path, file.place))
+    with _opened(file) as content:
+        data = content.read()
+    try:
+        text = data.decode("utf-8-sig")
+        is_doubtful = _has_surrogates(text)
+    except UnicodeDecodeError:
+        # Records are told apart only after parsing, so bad bytes are kept until their records are known.
+        text = data.decode("utf-8-sig", "surrogateescape")
+        is_doubtful = True
+    del data
     try:
         records = json.loads(text)
     except json.JSONDecodeError as error:
@@ -107,7 +137,10 @@ def _json(file: SourceFile) -> Iterator[Row]:
         raise Refusal(f"{file.place}: holds a number of too many digits: correct the file") from error
     if not isinstance(records, list):
         raise Refusal(f"{file.place}: a {type(records).__name__}, not a list of records: write [...] around them")
-    yield from ((f"{file.place}, record {number}", record) for number, record in enumerate(records, start=1))
+    del text
+    for number, record in enumerate(records, start=1):
+        place = f"{file.place}, record {number}"
+        yield place, _characters(record, place) if is_doubtful else record
 
 
 def _parquet(file: SourceFile) -> Iterator[Row]:
@@ -127,27 +160,59 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
 
 def _paragraphs(file: SourceFile) -> Iterator[Row]:
     """Documents are separated by one or more blank lines."""
-    block: list[str] = []
-    start = 1
-    for number, line in _lines(file.path, file.place):
-        if line.strip():
-            start = start if block else number
-            block.append(line.rstrip("\n"))
+    start, block = "", list[str | Refusal]()
+    for place, line in _lines(file):
+        if isinstance(line, Refusal) or line.strip():
+            start = start if block else place
+            block.append(line)
         elif block:
-            yield f"{file.place}:{start}", {"text": "\n".join(block)}
+            yield start, _paragraph(block)
             block = []
     if block:
-        yield f"{file.place}:{start}", {"text": "\n".join(block)}
+        yield start, _paragraph(block)
 
 
-def _lines(path: Path, place: str) -> Iterator[tuple[int, str]]:
+def _paragraph(lines: Iterable[str | Refusal]) -> dict[str, str] | Refusal:
+    """The record of a document, or the first Refusal among its lines."""
+    texts = list[str]()
+    for line in lines:
+        if isinstance(line, Refusal):
+            return line
+        texts.append(line.rstrip("\r\n"))
+    return {"text": "\n".join(texts)}
+
+
+def _lines(file: SourceFile) -> Iterator[tuple[str, str | Refusal]]:
+    """Place and text of each line; a Refusal for one that is not UTF-8."""
+    with _opened(file) as content:
+        for number, line in enumerate(content, start=1):
+            place = f"{file.place}:{number}"
+            try:
+                # Windows programs write a byte-order mark.
+                text: str | Refusal = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                text = Refusal(
+                    f"{place} is not UTF-8 text ({error.reason}, byte {error.start + 1} of the line): convert the "
+                    "file, or correct the line"
+                )
+            yield place, text
+
+
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[BufferedReader]:
+    """The decompressed content. Raises Refusal for a file that cannot be read, is damaged, or is UTF-16 or UTF-32."""
     try:
-        with path.open(encoding="utf-8-sig") as file:  # Windows programs write a byte-order mark
-            yield from enumerate(file, start=1)
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{place} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error
-    except OSError as error:
-        raise Refusal(f"{place} cannot be read ({error.strerror}): check its permissions") from error
+        with open_file(file.path) as content:
+            head = content.peek(4)[:4]
+            # No JSON and no text begins with a zero byte; UTF-16 without a mark has one in its first character.
+            if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+                raise Refusal(f"{file.place} is not UTF-8 text, but UTF-16 or binary: convert it to UTF-8")
+            yield content
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
+        raise Refusal(f"{file.place} is damaged ({error}): compress or fetch it again") from error
+    except OSError as error:  # `strerror` is empty if the content is damaged
+        remedy = "check its permissions" if error.strerror else "compress or fetch it again"
+        raise Refusal(f"{file.place} cannot be read ({error.strerror or error}): {remedy}") from error
 
 
 _READERS = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet, ".txt": _paragraphs}

@@ -1,10 +1,12 @@
 """Files of a source: local files and folders, fsspec addresses, and datasets of the Hub."""
 
 import hashlib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 from botocore.exceptions import BotoCoreError, ClientError
@@ -14,9 +16,8 @@ from infra.files.cached_folder import build_once
 from infra.refusal import Refusal
 from infra.settings import cache_folder, expanded
 from models.data import hub
+from models.data.kinds import FileKind, Selection, file_kind, known_kinds, select_files
 
-KINDS = (".parquet", ".jsonl", ".json", ".txt")
-"""Of a folder only files of the first kind that it contains are read; the others usually describe them."""
 FAULTS = (OSError, ValueError, TypeError, RuntimeError, ImportError, BotoCoreError, ClientError)
 """Raised by fsspec's file systems for unreadable addresses."""
 
@@ -28,6 +29,12 @@ class SourceFile:
     path: Path
     place: str
 
+    @property
+    def kind(self) -> FileKind:
+        kind = file_kind(self.path.name)
+        assert kind is not None, f"{self.path} was chosen for its kind"
+        return kind
+
 
 @dataclass(frozen=True)
 class ResolvedSource:
@@ -38,6 +45,8 @@ class ResolvedSource:
     """Hash of the content; of a dataset of the Hub, hash of its commit and file names."""
     revision: str | None = None
     """The commit of a dataset of the Hub."""
+    selection: Selection | None = None
+    """What of a folder or dataset is read; None for a single file."""
 
 
 def find_source(source: str) -> ResolvedSource:
@@ -57,44 +66,74 @@ def find_source(source: str) -> ResolvedSource:
 
 def _on_disk(source: str, path: Path) -> ResolvedSource:
     if path.is_dir():
-        below = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        names = one_kind(name.as_posix() for name in below if not any(part.startswith(".") for part in name.parts))
-        _check_any(source, names)
-        files = tuple(SourceFile(path / name, str(path / name)) for name in names)
-        return ResolvedSource(files, _hash((name, sha256_file(path / name)) for name in names))
-    if path.suffix not in KINDS:
+        selection = select_files(_files_below(path))
+        _check_any(source, selection.names)
+        files = tuple(SourceFile(path / name, str(path / name)) for name in selection.names)
+        content = _hash((name, sha256_file(path / name)) for name in selection.names)
+        return ResolvedSource(files, content, selection=selection)
+    kind = file_kind(path.name)
+    if kind is None:
         raise Refusal(
             f"data.source {source!r} is of no known kind: use a .jsonl, .json or .parquet file of conversations, a "
-            ".txt file with blank lines between documents, a folder of them, hf://datasets/OWNER/NAME or 'python-docs'"
+            f".txt file with blank lines between documents (the kinds are {known_kinds()}), a folder of them, "
+            "hf://datasets/OWNER/NAME or 'python-docs'"
         )
     if not path.is_file():
         raise Refusal(f"data.source {source!r}: there is no such file (looked in {Path.cwd()}): check the path")
-    content = hashlib.sha256(f"{path.suffix} {sha256_file(path)}".encode()).hexdigest()
+    content = hashlib.sha256(f"{''.join(kind)} {sha256_file(path)}".encode()).hexdigest()
     return ResolvedSource((SourceFile(path, str(path)),), content)
 
 
-def one_kind(names: Iterable[str]) -> list[str]:
-    """The sorted names of the first kind that occurs among them."""
-    ordered = sorted(names)
-    by_kind = ([name for name in ordered if name.endswith(kind)] for kind in KINDS)
-    return next((chosen for chosen in by_kind if chosen), [])
+def _files_below(root: Path) -> Iterator[str]:
+    """Names of all files below `root`, also in linked folders, of which each is entered once.
+
+    Raises OSError for a folder that cannot be read.
+    """
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    entered = set[tuple[int, int]]()
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=True):
+        entry = os.stat(folder)
+        if (entry.st_dev, entry.st_ino) in entered:  # a link to a folder above it, or a second one to the same folder
+            folders.clear()
+            continue
+        entered.add((entry.st_dev, entry.st_ino))
+        # Sorted, so that the same one of several links is entered everywhere; hidden ones are never read.
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        for name in files:
+            path = Path(folder, name)
+            if path.is_file() or not path.exists():  # a broken link is refused when it is read, not passed over
+                yield path.relative_to(root).as_posix()
 
 
 def _on_the_hub(source: str) -> ResolvedSource:
     wanted = hub.parse(source)
-    folder, names = hub.fetch(wanted, one_kind)
+    depth = len(PurePosixPath(wanted.path or "CONFIG/SPLIT").parts)
+    selection = Selection()
+
+    def choose(names: Iterable[str]) -> list[str]:
+        nonlocal selection
+        selection = select_files(names, depth)
+        return list(selection.names)
+
+    folder, names = hub.fetch(wanted, choose)
     _check_any(source, names)
     files = tuple(SourceFile(folder / name, f"{source}: {name}") for name in names)
-    return ResolvedSource(files, _hash([wanted.repository, folder.name, *names]), folder.name)
+    return ResolvedSource(files, _hash([wanted.repository, folder.name, *names]), folder.name, selection)
 
 
 def _at_address(url: str) -> ResolvedSource:
     """Cached copies of the files at an fsspec address such as s3://, copied again when they change."""
-    single = Path(url).suffix in KINDS
+    selection = None
     try:
         files, root = fsspec.core.url_to_fs(url)
         files.invalidate_cache()
-        versions = {Path(root).name: str(files.ukey(root))} if single else _versions(files, root)
+        if _is_single(files, url, root):
+            versions = {_path_part(root).name: str(files.ukey(root))}
+        else:
+            selection, versions = _versions(files, root)
     except Refusal:
         raise
     except FAULTS as error:
@@ -109,24 +148,38 @@ def _at_address(url: str) -> ResolvedSource:
         for name in versions:
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                files.get_file(root if single else f"{root}/{name}", str(aside / name))
+                files.get_file(root if selection is None else f"{root}/{name}", str(aside / name))
             except FAULTS as error:
                 raise Refusal(f"data.source {url!r}: {name} cannot be copied ({error}): try again") from error
 
     build_once(folder, copy)
-    places = {name: url if single else f"{url.rstrip('/')}/{name}" for name in sorted(versions)}
+    places = {name: url if selection is None else f"{url.rstrip('/')}/{name}" for name in sorted(versions)}
     copies = tuple(SourceFile(folder / name, place) for name, place in places.items())
-    return ResolvedSource(copies, _hash((file.path.suffix, sha256_file(file.path)) for file in copies))
+    content = _hash(("".join(file.kind), sha256_file(file.path)) for file in copies)
+    return ResolvedSource(copies, content, selection=selection)
 
 
-def _versions(files: Any, root: str) -> dict[str, str]:
-    """Names below `root`, each with a text that changes when the file does."""
+def _is_single(files: Any, url: str, root: str) -> bool:
+    """Whether the address is that of one file. Spark and Dask write folders that are named like files."""
+    if url.endswith("/") or file_kind(_path_part(root).name) is None:
+        return False
+    # Asked in this order: over HTTP every address is a file, and `isdir` would download it.
+    return files.isfile(root) or not files.isdir(root)
+
+
+def _path_part(root: str) -> PurePosixPath:
+    """The path of an address, without the query that follows it over HTTP."""
+    return PurePosixPath(urlsplit(root).path if root.startswith(("http://", "https://")) else root)
+
+
+def _versions(files: Any, root: str) -> tuple[Selection, dict[str, str]]:
+    """The files below `root`, and the name of each that is read with a text that changes when the file does."""
     listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
     below = {path.removeprefix(root).lstrip("/"): str(sorted(info.items(), key=str)) for path, info in listed.items()}
-    chosen = one_kind(below)
-    for name in chosen:
+    selection = select_files(below)
+    for name in selection.names:
         _check_inside(root, name)
-    return {name: below[name] for name in chosen}
+    return selection, {name: below[name] for name in selection.names}
 
 
 def _check_inside(root: str, name: str) -> None:
@@ -139,7 +192,7 @@ def _check_inside(root: str, name: str) -> None:
 def _check_any(source: str, names: Iterable[str]) -> None:
     if not list(names):
         raise Refusal(
-            f"data.source {source!r} holds no file of a known kind ({', '.join(KINDS)}): check the address, or convert "
+            f"data.source {source!r} holds no file of a known kind ({known_kinds()}): check the address, or convert "
             "the files"
         )
 

@@ -1,7 +1,14 @@
 """Where text may lie: every kind of file, folders, addresses; the same text is the same documents."""
 
+import bz2
 import errno
+import gzip
 import json
+import lzma
+import re
+import threading
+from collections.abc import Callable
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +18,9 @@ import pytest
 from pyarrow import parquet
 
 from infra.refusal import Refusal
+from models.config.data import DataConfig
 from models.data import sources
-from models.data.conversations import read_documents, source_hash, source_revision
+from models.data.conversations import read_documents, source_hash, source_revision, training_documents
 from models.data.sources import find_source
 
 RECORDS: list[dict[str, Any]] = [
@@ -159,3 +167,119 @@ def test_odd_tool_calls_are_refused_with_their_line(tmp_path: Path, turn: dict[s
     source = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x"} | turn]}])
     with pytest.raises(Refusal, match=r"a\.jsonl:1: turn 1"):
         list(read_documents(str(source)))
+
+
+HALF = '{"text": "half \\ud800"}'
+
+
+def test_half_a_surrogate_pair_in_a_list_is_a_broken_record(tmp_path: Path) -> None:
+    source, broken = tmp_path / "a.json", list[str]()
+    source.write_text(f'[{{"text": "one"}}, {HALF}, {{"text": "\\ud83d\\ude00"}}]')
+    config = DataConfig(source=str(source), max_broken_share=0.5)
+    assert [document.text for document in training_documents(config, broken)] == ["one", "\U0001f600"]
+    (fault,) = broken
+    assert fault.startswith(f"{source}, record 2: holds half a surrogate pair")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.jsonl.gz"])
+def test_a_byte_that_is_not_utf8_breaks_one_record(tmp_path: Path, name: str) -> None:
+    texts = [f"caf\u00e9 {number}" for number in range(1000)]
+    lines = [text.encode() if number != 700 else text.encode("latin-1") for number, text in enumerate(texts)]
+    records = [b'{"text": "' + line + b'"}' for line in lines]
+    source, broken = tmp_path / name, list[str]()
+    content = {".json": b"[" + b",\n".join(records) + b"]", ".txt": b"\n\n".join(lines)}
+    whole = content.get(source.suffix, b"\n".join(records))
+    source.write_bytes(gzip.compress(whole) if source.suffix == ".gz" else whole)
+    read = training_documents(DataConfig(source=str(source), max_broken_share=0.001), broken)
+    assert [document.text for document in read] == texts[:700] + texts[701:]
+    (fault,) = broken
+    place = {".json": ", record 701: holds a byte that is not UTF-8", ".txt": ":1401 is not UTF-8 text"}
+    assert fault.startswith(str(source) + place.get(source.suffix, ":701 is not UTF-8 text"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_another_encoding_is_refused_as_a_whole(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes('{"text": "one"}\n'.encode(encoding) * 10)
+    with pytest.raises(Refusal, match=r"a\.jsonl is not UTF-8 text, but UTF-16 or binary: convert it to UTF-8$"):
+        list(training_documents(DataConfig(source=str(tmp_path / "a.jsonl"), max_broken_share=1.0)))
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "set", tmp_path / "archive"
+    write(folder / "a.jsonl", RECORDS[:2])
+    write(archive / "deep" / "b.jsonl", RECORDS[2:])
+    (folder / "2024").symlink_to(archive)
+    (archive / "deep" / "up").symlink_to(folder)
+    (archive / "again").symlink_to(archive / "deep")
+    assert sorted(contents(folder)) == sorted(contents(write(tmp_path / "all.jsonl", RECORDS)))
+    (folder / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(Refusal, match=r"b\.jsonl cannot be read \(No such file"):
+        find_source(str(folder))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_hidden_and_unfinished_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """Below the source alone: its own path may hold such names."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "_data" / ".set"
+    write(folder / "year=2024" / "a.jsonl", RECORDS)
+    for name in (".ipynb_checkpoints/a-checkpoint.jsonl", "_temporary/0/x.jsonl", "_x.jsonl", ".x.jsonl"):
+        write(folder / name, RECORDS[:1])
+    assert contents(f"{scheme}{folder}") == contents(write(tmp_path / "all.jsonl", RECORDS))
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_a_folder_at_an_address_may_be_named_like_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "logs.parquet" / "part-0.parquet", RECORDS)
+    assert contents(f"file://{tmp_path}/logs.parquet{end}") == contents(write(tmp_path / "all.jsonl", RECORDS))
+
+
+COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.ndjson", "A.JSONL"])
+@pytest.mark.parametrize("compression", COMPRESSED)
+def test_compressed_files(tmp_path: Path, name: str, compression: str) -> None:
+    plain = write(tmp_path / name, RECORDS)
+    if plain.suffix == ".txt":
+        plain.write_text("one\n\ntwo\nmore\n\nthree\n")
+    packed = tmp_path / f"{name}{compression}"
+    packed.write_bytes(COMPRESSED[compression](plain.read_bytes()))
+    assert contents(packed) == contents(plain)
+    places = [[document.place for document in read_documents(str(source))] for source in (packed, plain)]
+    assert places[0] == [place.replace(str(plain), str(packed)) for place in places[1]]
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(Refusal, match=rf"{re.escape(packed.name)} (is damaged|cannot be read) .*: compress or"):
+        contents(packed)
+
+
+@pytest.mark.parametrize("name", ["prompts.docx", "a.parquet.gz", "a.gz"])
+def test_the_refusal_of_an_unknown_kind_lists_the_known_ones(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(Refusal, match=r"is of no known kind: .*\.parquet, \.jsonl, \.json, \.txt or \.ndjson.*\.zst"):
+        find_source(str(tmp_path / name))
+
+
+def test_an_address_with_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    source = write(tmp_path / "site" / "a.jsonl", RECORDS)
+
+    class Site(SimpleHTTPRequestHandler):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given, directory=str(source.parent))
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing is printed."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert contents(f"http://127.0.0.1:{server.server_port}/a.jsonl?download=true") == contents(source)
+        server.shutdown()
