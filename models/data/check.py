@@ -16,9 +16,13 @@ from infra.refusal import Refusal
 from models.config.data import LIVE, DataConfig
 from models.config.recipe import read_config
 from models.data.conversations import PYTHON_DOCS, Document, training_documents
+from models.data.kinds import Selection
+from models.data.sources import find_source
 from models.progress_bars import counting
 
 NONE = "none"
+SHOWN_SUFFIXES = 5
+"""Most suffixes of unread files in a message."""
 
 
 class DataCheck(NamedTuple):
@@ -31,10 +35,14 @@ class DataCheck(NamedTuple):
     broken: tuple[str, ...]
     """Place and reason of each record that cannot be used."""
     warnings: tuple[str, ...]
+    selection: Selection | None = None
+    """The files of a folder or dataset."""
 
     def lines(self) -> Iterator[str]:
-        """For a terminal or a log: every broken record, then what was found, then the warnings."""
+        """For a terminal or a log: every broken record, the files, what was found, the warnings."""
         yield from (f"broken: {fault}" for fault in self.broken)
+        if self.selection is not None:
+            yield _files(self.selection)
         found = ", ".join(plural(number, kind) for kind, number in self.kinds.items())
         turns = ", ".join(f"{number:,} {role}" for role, number in sorted(self.roles.items()))
         yield (
@@ -62,7 +70,8 @@ def check_data(config: DataConfig) -> DataCheck:
             )
         roles.update(message.role for message in document.messages if not document.plain)
         silent += not document.plain and all(message.role != "assistant" for message in document.messages)
-    return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, silent)))
+    selection = None if config.source == PYTHON_DOCS else find_source(config.source).selection
+    return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, silent)), selection)
 
 
 def kind_of(document: Document) -> str:
@@ -70,6 +79,17 @@ def kind_of(document: Document) -> str:
     if not document.plain:
         return "conversation"
     return "token record" if document.tokens else "plain text"
+
+
+def _files(selection: Selection) -> str:
+    """How many files are read, and how many are left out because of their kind."""
+    left_out = [
+        f"{counts.total():,} of {kind} ({', '.join(suffix for suffix, _ in counts.most_common(SHOWN_SUFFIXES))})"
+        for kind, counts in (("another kind", selection.others), ("an unknown kind", selection.unknown))
+        if counts
+    ]
+    more = f"; left out: {' and '.join(left_out)}" if left_out else ""
+    return f"files: {len(selection.names):,} read ({selection.format}){more}"
 
 
 def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[str]:

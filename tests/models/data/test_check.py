@@ -42,6 +42,16 @@ def test_every_broken_record_is_listed_and_the_rest_counted(source) -> None:
     assert lines[-1] == "data: 41 conversations (turns: 41 assistant, 41 user); 8 broken records left out"
 
 
+def test_files_that_are_read_and_left_out_are_counted(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "deep/b.NDJSON", "old.json", "older.txt", "README.md", "LICENSE", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(TALK) + "\n")
+    assert list(check_data(DataConfig(source=str(tmp_path))).lines()) == [
+        "files: 2 read (.jsonl); left out: 2 of another kind (.json, .txt) and 2 of an unknown kind (no suffix, .md)",
+        "data: 2 conversations (turns: 2 assistant, 2 user)",
+    ]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from([None, *BROKEN]), min_size=1, max_size=40), st.floats(0, 1))
 def test_what_is_kept_and_what_is_refused(source, lines: list[str | None], share: float) -> None:
