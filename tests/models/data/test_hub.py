@@ -43,7 +43,12 @@ FILES = {
         "one/test/0000.parquet": table("third"),
         "two/train/0000.parquet": table("fourth"),
     },
-    "a" * 40: {"README.md": b"about", "data/a.jsonl": b'{"text": "fifth"}\n', "data/deep/b.jsonl": b'{"text": "6"}\n'},
+    "a" * 40: {
+        "README.md": b"about",
+        "data/a.jsonl": b'{"text": "fifth"}\n',
+        "data/deep/b.jsonl": b'{"text": "6"}\n',
+        "data/_old/c.jsonl": b'{"text": "7"}\n',
+    },
     "c" * 40: {"README.md": b"about", "data/a.jsonl": b'{"text": "old"}\n'},
 }
 
@@ -116,14 +121,15 @@ def read(home: Path, endpoint: str, *sources: str, **environment: str) -> list:
 def test_what_is_read_and_from_which_commit(endpoint: str, tmp_path: Path) -> None:
     sources = [
         "hf://datasets/some/set?config=one", "hf://datasets/some/set?config=one&split=test",
-        "hf://datasets/some/set/data", "hf://datasets/some/set@old/data/a.jsonl",
+        "hf://datasets/some/set/data", "hf://datasets/some/set/data/_old", "hf://datasets/some/set@old/data/a.jsonl",
         "hf://datasets/some/set", "hf://datasets/some/set?config=two&split=dev", "hf://datasets/some/set/README.md",
         "hf://datasets/some/other", "hf://datasets/some/set@gone/data",
     ]  # fmt: skip
-    train, test, folder, old, *refused = read(tmp_path, endpoint, *sources)
+    train, test, folder, hidden, old, *refused = read(tmp_path, endpoint, *sources)
     assert train[:2] == [["first", "second"], "b" * 40]
     assert test[:2] == [["third"], "b" * 40]
     assert folder[:2] == [["fifth", "6"], "a" * 40]
+    assert hidden[:2] == [["7"], "a" * 40]  # its own path may hold such a name
     assert old[:2] == [["old"], "c" * 40]
     assert len({of[2] for of in (train, test, folder, old)}) == 4
     messages = [
