@@ -120,16 +120,14 @@ class CategoryDecision(Record):
 
 
 class GateDecision(GroundDecision):
-    """Whether a challenger earned promotion, and why. The figures are of the ground that decided."""
+    """Whether a challenger earned promotion, and why. The figures are of the ground that decided; `grounds` are all."""
 
     reason: str
     grounds: tuple[GroundDecision, ...]
-    """All of them, in the evidence's order."""
     categories: tuple[CategoryDecision, ...] = ()
     instead: str | None = None
     """The method without training that is the better choice: `no draft` or `prompt lookup`; None: none is."""
     instead_arguments: tuple[str, ...] = ()
-    """SGLang's, for that method."""
 
 
 class RegisteredDraft(Record):

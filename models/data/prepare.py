@@ -112,14 +112,16 @@ def _unchanged(source: str, content: str, parts: Path) -> Iterator[None]:
     try:
         yield
     except Refusal:  # such as half a line at the end of a file that is being written
-        _check_unchanged(source, content, parts)
+        check_unchanged(source, content, parts)
         raise
-    _check_unchanged(source, content, parts)
+    check_unchanged(source, content, parts)
 
 
-def _check_unchanged(source: str, content: str, parts: Path) -> None:
+def check_unchanged(source: str, content: str, parts: Path | None = None) -> None:
+    """Raise Refusal, and remove the folder `parts`, if the source's hash is no longer `content`."""
     if source_hash(source) != content:
-        shutil.rmtree(parts, ignore_errors=True)
+        if parts is not None:
+            shutil.rmtree(parts, ignore_errors=True)
         raise Refusal(f"data.source {source!r} changed while it was read: copy it, and give the copy as data.source")
 
 

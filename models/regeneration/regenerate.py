@@ -37,7 +37,7 @@ from models.data.dialogue import Dialogue, check_answerable
 from models.data.images import images_hash
 from models.data.media import as_text
 from models.data.outcomes import SHOWN_REFUSALS, check_refused
-from models.data.prepare import tokenizer_hash
+from models.data.prepare import check_unchanged, tokenizer_hash
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
@@ -57,9 +57,12 @@ SYNC_S = 1.0
 def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     """Regenerate the run's text, or take it from the cache. Raises Refusal for a faulty setup or source."""
     begun = time.monotonic()
-    file = cache_folder() / "regenerated" / f"{_key(run)}.jsonl"
+    source = run.config.data.source
+    content = source_hash(source)
+    file = cache_folder() / "regenerated" / f"{_key(run, content)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     dialogues = _distinct(run)
+    check_unchanged(source, content)
     refused = file.with_suffix(REFUSED)
 
     def is_there() -> bool:
@@ -95,18 +98,18 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
         engine=run.config.generator.engine,
         settings=regeneration_settings(run).model_dump(mode="json", exclude={"capture"}),
         wall_s=time.monotonic() - begun,
-        source_revision=source_revision(run.config.data.source),
+        source_revision=source_revision(source),
     )
 
 
-def _key(run: RunWithTarget) -> str:
-    """Hash of all inputs of the answers."""
+def _key(run: RunWithTarget, content: str) -> str:
+    """Hash of all inputs of the answers; `content` is that of the source."""
     config = run.config
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
     template = open_chat_template(tokenizer, config.data.chat_template, config.data.template_arguments)
     parts = [
         FORMAT,
-        source_hash(config.data.source),
+        content,
         run.target.revision,
         regeneration_settings(run).model_dump(mode="json"),
         tokenizer_hash(Path(run.target.path)),
