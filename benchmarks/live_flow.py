@@ -215,10 +215,10 @@ def recipes(folder: Path, options: argparse.Namespace, fleet: Fleet, texts: Sequ
 
 
 def runs() -> list[dict[str, Any]]:
-    """Flow runs of the loop's deployment, the oldest first."""
+    """Flow runs of the loop's deployment, the oldest first; not those that the schedule plans for next year."""
     deployed = ask("deployments/name/retrain/live")
     found = ask("flow_runs/filter", {"deployments": {"id": {"any_": [deployed["id"]]}}})
-    return sorted(found, key=lambda run: run["created"])
+    return sorted((run for run in found if not run["auto_scheduled"]), key=lambda run: run["created"])
 
 
 def await_end(users: Users) -> list[dict[str, Any]]:
