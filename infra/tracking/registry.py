@@ -55,6 +55,9 @@ CONFIG = "config.json"
 VERSIONS_OF_MODEL = "mlflow.modelVersions"
 """MLflow's own tag, by which a logged model's page shows its versions."""
 
+DESCRIPTION = 5000
+"""Characters of a description that fit MLflow's column. PostgreSQL refuses more; SQLite takes any length."""
+REST = "\n\nThe rest is in `report.html`, an artifact of the version's run."
 DECISION = "decision."
 LONGEST = 2500
 """Characters of a reason that are kept. MLflow takes 5,000 in a tag, and JSON may escape each character."""
@@ -88,9 +91,9 @@ def register(
 
     Args:
         about: description of the registered model, Markdown.
-        description: of this version, Markdown.
+        description: of this version, Markdown; one too long for MLflow ends after its last line that fits.
     """
-    client = connect(uri)
+    client, description = connect(uri), _that_fits(description)
     if get_model(client, name) is None:
         client.create_registered_model(name, description=about)
     version = _version_of_run(client, name, tags.get(RUN)) or client.create_model_version(
@@ -106,6 +109,12 @@ def register(
     client.set_logged_model_tags(version.tags.get(MODEL_ID, model_id), {VERSIONS_OF_MODEL: versions, NOTE: description})
     _make_challenger(client, name, int(version.version))
     return _draft(client, name, int(version.version))
+
+
+def _that_fits(description: str) -> str:
+    if len(description) <= DESCRIPTION:
+        return description
+    return description[: DESCRIPTION - len(REST) + 1].rpartition("\n")[0].rstrip() + REST
 
 
 def _make_challenger(client: MlflowClient, name: str, version: int) -> None:
