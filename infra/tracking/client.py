@@ -19,6 +19,7 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 from alembic.util import CommandError
+from botocore.exceptions import BotoCoreError, ClientError
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
@@ -31,8 +32,8 @@ SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql"
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
 CREATION_S = 600.0
 ANSWER_S = 5.0
-REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
-"""What a registry that is away, a full disk, or missing settings come to."""
+REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, BotoCoreError, ClientError, OSError, Refusal)
+"""What a registry or store that is away, a full disk, or missing settings come to."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow's pages show as the description, in Markdown."""
 

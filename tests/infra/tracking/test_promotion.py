@@ -14,14 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingStore
 
+from infra.processes.process import ProcessFailedError
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import registry, runs
 from infra.tracking.changes import Announcement, SmokeTest, State
-from infra.tracking.client import connect, get_model, pages
+from infra.tracking.client import REGISTRY_ERRORS, connect, get_model, pages
 from infra.tracking.promotion import OUTSIDE, DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
@@ -383,19 +385,40 @@ def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[]
     assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
 
 
-def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[], World], gate: GateDecision) -> None:
+def test_a_smoke_test_whose_process_ends_withdraws_the_version(
+    make_world: Callable[[], World], gate: GateDecision
+) -> None:
     world = make_world()
     one_and_challenger(world, gate)
 
     def breaks(_draft: RegisteredDraft) -> SmokeResult:
-        raise RuntimeError("the weights cannot be read")
+        raise ProcessFailedError("smoke-test", 1, ["RuntimeError: the weights cannot be read"], Path("smoke-test.log"))
 
-    with pytest.raises(RuntimeError, match="cannot be read"):
+    with pytest.raises(ProcessFailedError, match="cannot be read"):
         world.service(breaks).promote(2, by="ada", reason="", run="x")
     made = history(world.uri, world.name)[-1]
     assert (made.version, made.outcome, made.by) == (2, "rolled back", "smoke test")
-    assert made.reason == "the weights cannot be read"
+    assert "the weights cannot be read" in made.reason
     assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
+
+
+def test_a_store_that_is_away_leaves_the_smoke_test_for_later(
+    make_world: Callable[[], World], gate: GateDecision
+) -> None:
+    world = make_world()
+    one_and_challenger(world, gate)
+
+    def expired(_draft: RegisteredDraft) -> SmokeResult:
+        raise ClientError({"Error": {"Code": "ExpiredToken", "Message": "The token has expired."}}, "GetObject")
+
+    with pytest.raises(REGISTRY_ERRORS, match="ExpiredToken"):
+        world.service(expired).promote(2, by="ada", reason="", run="x")
+    waiting = world.service().reconcile()
+    assert waiting
+    assert (waiting.version, waiting.stage) == (2, "moved")
+    assert history(world.uri, world.name)[-1].outcome == "promoted"
+    assert world.service(world.smoke_test).reconcile() is None
+    assert State.read(connect(world.uri), world.name) == State(2, None, None, 2)
 
 
 def test_clocks_that_jump_back_do_not_reorder_the_history(
