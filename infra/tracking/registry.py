@@ -20,6 +20,8 @@ from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.tracking.client import NOTE, connect, find_model, get_model, model_versions, pages
 
+MARK, DRAFT = "draftsmith", "draft"
+"""Tag of the registered models that are Draftsmith's, among those of others in the same registry."""
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
@@ -94,8 +96,11 @@ def register(
         description: of this version, Markdown; one too long for MLflow ends after its last line that fits.
     """
     client, description = connect(uri), _that_fits(description)
-    if get_model(client, name) is None:
-        client.create_registered_model(name, description=about)
+    model = get_model(client, name)
+    if model is None:
+        client.create_registered_model(name, {MARK: DRAFT}, about)
+    elif MARK not in model.tags:
+        client.set_registered_model_tag(name, MARK, DRAFT)
     version = _version_of_run(client, name, tags.get(RUN)) or client.create_model_version(
         name,
         f"models:/{model_id}",
@@ -153,9 +158,12 @@ def _version_of_run(client: MlflowClient, name: str, run: str | None) -> ModelVe
 
 
 def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
-    """All versions of all drafts (or of one), newest first."""
+    """All versions of all drafts (or of one), newest first; none of registered models that are not Draftsmith's."""
     client = connect(uri)
-    models = pages(client.search_registered_models) if name is None else filter(None, [get_model(client, name)])
+    if name is None:
+        models = [*pages(client.search_registered_models, filter_string=f"tags.`{MARK}` = '{DRAFT}'")]
+    else:
+        models = [model for model in [get_model(client, name)] if model and MARK in model.tags]
     drafts: list[RegisteredDraft] = []
     for model in models:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}

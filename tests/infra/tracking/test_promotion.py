@@ -438,19 +438,24 @@ def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) ->
     uri, run, model_id = logged
     client = connect(uri)
     client.create_registered_model("theirs")
-    client.create_model_version("theirs", f"models:/{model_id}", run.run_id)
+    tags = {"acceptance_length": "n/a", "cost": "low", "replaces": "the old ARIMA"}
+    client.create_model_version("theirs", f"models:/{model_id}", run.run_id, tags=tags)
     client.set_registered_model_alias("theirs", registry.CHAMPION, "1")
     assert DraftInService(uri, "theirs").reconcile() is None
     assert history(uri, "theirs") == []
+    assert registry.list_drafts(uri, "theirs") == []
+    assert "theirs" not in {draft.name for draft in registry.list_drafts(uri)}
 
 
-def test_more_versions_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
+def test_more_drafts_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
     uri, run, model_id = logged
     client = connect(uri)
-    for number in range(101):
-        client.create_registered_model(f"many-{number}")
-    client.create_model_version("many-0", f"models:/{model_id}", run.run_id)
-    assert {f"many-{number}" for number in range(101)} <= {
-        str(one.name) for one in pages(client.search_registered_models)
-    }
-    assert "many-0" in {draft.name for draft in registry.list_drafts(uri)}
+    names = [f"many-{number}" for number in range(101)]
+    for name in names:
+        client.create_registered_model(name, {registry.MARK: registry.DRAFT})
+    registry.register(uri, "many-0", model_id, run.run_id, {})
+    client.create_registered_model("made-by-hand")
+    registry.register(uri, "made-by-hand", model_id, run.run_id, {})
+    found = [str(one.name) for one in pages(client.search_registered_models, filter_string="name LIKE 'many-%'")]
+    assert sorted(found) == sorted(names)
+    assert {"many-0", "made-by-hand"} <= {draft.name for draft in registry.list_drafts(uri)}
