@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ import mlflow
 from alembic.util import CommandError
 from botocore.exceptions import BotoCoreError, ClientError
 from mlflow import MlflowClient
+from mlflow.entities import Experiment
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities.paged_list import PagedList
@@ -108,6 +109,12 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         found = client.get_experiment_by_name(name)
         artifacts = database.with_name(f"{database.stem}-artifacts")
         return str(found.experiment_id if found else client.create_experiment(name, artifacts.as_uri()))
+
+
+def active_experiments(client: MlflowClient, names: Collection[str]) -> list[Experiment]:
+    """The experiments of these names that exist and are not deleted."""
+    found = map(client.get_experiment_by_name, sorted(names))
+    return [one for one in found if one and one.lifecycle_stage == "active"]
 
 
 def pages(search: Callable[..., PagedList[Entity]], **query: Any) -> Iterator[Entity]:
