@@ -53,6 +53,6 @@ def clean_up(
     others = [cut_logs(log_mib, return_state=True), empty_mlflow_trash(trash_days, return_state=True)]
     failed = [state for state in (*removed.values(), *others) if not state.is_completed()]
     if failed:
-        errors = [state.result(raise_on_failure=False) for state in failed]
-        raise ExceptionGroup("; ".join(str(error) for error in errors), errors)
+        errors = [error for state in failed if isinstance(error := state.result(raise_on_failure=False), Exception)]
+        raise ExceptionGroup("; ".join(map(str, errors)), errors)
     return "removed: " + ", ".join(f"{state.result()} {kind}" for kind, state in removed.items())
