@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from infra.files.locks import hold
 from infra.files.sqlite_file import is_other_file
-from infra.network.health import trouble
+from infra.network.health import within
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import tracking_uri, tracking_variable_kept
@@ -25,6 +25,8 @@ from mlflow.entities import Experiment
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities.paged_list import PagedList
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 Entity = TypeVar("Entity")
@@ -80,11 +82,30 @@ def _check(uri: str) -> None:
 
 def check_answers(uri: str) -> None:
     """Raise Refusal where a tracking server does not answer; MLflow itself would try for minutes."""
-    if uri.startswith(("http://", "https://")) and (why := trouble(f"{uri.rstrip('/')}/health", ANSWER_S)):
+    if uri.startswith(("http://", "https://")) and (why := why_silent(uri, ANSWER_S)):
         raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
 
 
-def _first_line(error: Exception) -> str:
+def why_silent(uri: str, timeout_s: float) -> str | None:
+    """Why a tracking server does not answer within `timeout_s` seconds, in a few words; None when it does.
+
+    It is asked by MLflow's own client, with its credentials and certificates. An answer that denies is one.
+    """
+    return within(timeout_s, lambda: _ask(uri, timeout_s))
+
+
+def _ask(uri: str, timeout_s: float) -> str | None:
+    try:
+        answer = http_request(
+            get_default_host_creds(uri), "/health", "GET", timeout=timeout_s, max_retries=0, raise_on_status=False
+        )
+    except (MlflowException, OSError) as error:
+        return _first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
+    assert answer is not None
+    return None if answer.status_code < 500 else f"it answers {answer.status_code} {answer.reason}"
+
+
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
