@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from getpass import getuser
 from pathlib import Path
 from uuid import UUID
 
@@ -39,6 +38,7 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
+from infra.user import user_name
 from tasks.report.page import version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import draft_tag, side_effect
@@ -242,7 +242,7 @@ def open_tracking(run: OpenRun) -> TrackedRun:
         "git_sha": git_sha(),
         "hardware": hardware(),
         **versions(),
-        "mlflow.user": _user(),
+        "mlflow.user": user_name(),
         "mlflow.source.name": f"draftsmith retrain {run.folder.name}",
         "mlflow.source.type": "JOB",
         NOTE: f"Trains a draft for {run.config.target.name}. What the run came to is written here when it has ended.",
@@ -259,13 +259,6 @@ def open_tracking(run: OpenRun) -> TrackedRun:
     tracking = start_run(run.tracking_record, run.tracking_uri, settings.experiment, run.folder.name, config, tags)
     get_run_logger().info("MLflow run %s at %s", tracking.run_id, tracking.uri)
     return tracking
-
-
-def _user() -> str:
-    try:
-        return getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return "unknown"
 
 
 @side_effect("track samples")
