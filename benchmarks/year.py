@@ -46,6 +46,7 @@ def retrain(week: int, ledger_url: str) -> None:
     from infra.settings import cache_folder, runs_folder, tracking_uri
     from infra.tracking import registry
     from infra.tracking.promotion import DraftInService
+    from infra.tracking.retention import note_experiment
     from infra.tracking.runs import TrackedRun, end_run, log_checkpoint, log_folder, log_new_metrics, start_run
 
     folder = RunFolder(runs_folder() / f"year-{week:03d}")
@@ -63,6 +64,7 @@ def retrain(week: int, ledger_url: str) -> None:
     uri = tracking_uri()
     tags = {"mlflow.source.name": f"draftsmith retrain {folder.name}"}
     record = folder.path / "tracking.json"
+    note_experiment(runs_folder(), "draftsmith")
     run = start_run(record, uri, "draftsmith", folder.name, config, tags)
     lines = [{"step": step, "loss": 1.0, "acceptance_by_position": [0.5] * 4} for step in range(20, 801, 20)]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -2,7 +2,16 @@
 
 from prefect import flow
 
-from tasks.retention import remove_old_runs, remove_stale_files, remove_tracked_runs, sweep_shared_memory
+from tasks.retention import (
+    cut_logs,
+    empty_mlflow_trash,
+    remove_cache,
+    remove_datasets,
+    remove_old_runs,
+    remove_prompts,
+    remove_tracked_runs,
+    sweep_shared_memory,
+)
 
 
 @flow(name="clean-up")
@@ -22,19 +31,28 @@ def clean_up(
     Args:
         keep_runs: newest finished run folders that are kept of every recipe.
         unfinished_days: an unfinished run can be resumed for this many days after its last change.
-        keep_tracked_runs: newest MLflow runs, with their registered versions, that are kept of every recipe.
-        keep_checkpoints: newest MLflow runs of every recipe whose checkpoints are kept too.
-        trash_days: what was deleted in MLflow leaves its database after this many days.
+        keep_tracked_runs: newest MLflow runs, with their registered versions, that are kept of every registered model
+            and recipe, in the experiments that runs of this folder were tracked in.
+        keep_checkpoints: newest of these MLflow runs whose checkpoints are kept too.
+        trash_days: what anybody deleted in this MLflow leaves its database after this many days.
         cache_days: prepared targets, samples and downloads are removed this many days after their last use.
         prompt_days: prompts sampled from request logs, and samples made of them, are removed after this many days.
         log_mib: a larger log keeps its last part only, as NAME.1.
 
-    Returns what was removed, in words.
+    Returns what was removed, in words. Raises ExceptionGroup, once all steps were tried, with the errors of those that
+    failed.
     """
-    runs = remove_old_runs(keep_runs, unfinished_days)
-    tracked = remove_tracked_runs(keep_tracked_runs, keep_checkpoints, trash_days, prompt_days)
-    files = remove_stale_files(cache_days, prompt_days, log_mib)
-    folders = sweep_shared_memory()
-    return (
-        f"removed: {runs} run folders, {tracked} runs in MLflow, {files} unused files, {folders} shared-memory folders"
-    )
+    removed = {
+        "prompt samples": remove_prompts(prompt_days, return_state=True),
+        "data sets in MLflow": remove_datasets(prompt_days, return_state=True),
+        "runs in MLflow": remove_tracked_runs(keep_tracked_runs, keep_checkpoints, return_state=True),
+        "run folders": remove_old_runs(keep_runs, unfinished_days, return_state=True),
+        "cached folders": remove_cache(cache_days, return_state=True),
+        "shared-memory folders": sweep_shared_memory(return_state=True),
+    }
+    others = [cut_logs(log_mib, return_state=True), empty_mlflow_trash(trash_days, return_state=True)]
+    failed = [state for state in (*removed.values(), *others) if not state.is_completed()]
+    if failed:
+        errors = [error for state in failed if isinstance(error := state.result(raise_on_failure=False), Exception)]
+        raise ExceptionGroup("; ".join(map(str, errors)), errors)
+    return "removed: " + ", ".join(f"{state.result()} {kind}" for kind, state in removed.items())

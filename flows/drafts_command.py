@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from getpass import getuser
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +14,7 @@ from infra.network.health import public
 from infra.network.ports import HOST
 from infra.refusal import Refusal
 from infra.settings import prefect_api_url, tracking_uri
+from infra.user import user_name
 
 if TYPE_CHECKING:
     from infra.tracking.promotion import DraftInService
@@ -113,7 +113,7 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
     """Promote a version regardless of the gate, without a smoke test."""
     from infra.tracking import registry
 
-    draft = draft_in_service(_registered(name)).promote(version, by=getuser(), reason=reason)
+    draft = draft_in_service(_registered(name)).promote(version, by=user_name(), reason=reason)
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
@@ -124,7 +124,7 @@ def rollback(reason: Reason = "", name: Name = None) -> None:
     from infra.tracking.registry import champion
 
     draft = _registered(name)
-    withdrawn = draft_in_service(draft).rollback(by=getuser(), reason=reason)
+    withdrawn = draft_in_service(draft).rollback(by=user_name(), reason=reason)
     now = champion(tracking_uri(), draft)
     print(
         f"{draft} version {withdrawn} is withdrawn: "

@@ -12,7 +12,7 @@ from infra.tracking.client import REGISTRY_ERRORS
 from tasks.events import FAILED, once_a_day, tell, tell_failure_once_a_day
 from tasks.overview import show_drafts
 from tasks.pools import lease
-from tasks.promotion import complete_change, find_candidate, one_at_a_time, reconcile, registered_drafts
+from tasks.promotion import complete_change, drafts_of_server, find_candidate, one_at_a_time, reconcile
 from tasks.run import open_run
 from tasks.version_run import prepare_version, recipe_of
 
@@ -27,14 +27,14 @@ def reconcile_drafts(draft: str | None = None, tracking_uri: str | None = None) 
     """Compare the champion of each draft with its history, and complete what is unfinished, smoke test included.
 
     Args:
-        draft: registered model; all of them where empty.
+        draft: registered model; where empty, those that have a deployment or a flow run on this Prefect server.
         tracking_uri: MLflow; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db.
 
     Returns what was tested, one sentence each. Raises Refusal, once all were tried, with those that failed.
     """
     uri = tracking_uri or default_uri()
     said, failed = list[str](), list[str]()
-    for name in registered_drafts(uri, draft):
+    for name in [draft] if draft else drafts_of_server(uri):
         try:
             told = _reconcile(uri, name)
         except FAULTS as error:

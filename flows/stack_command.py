@@ -42,8 +42,8 @@ def ui(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None
 
     url, uri = None if prefect_port else prefect_api_url(), tracking_uri()
     # Flows may be pointed to a Prefect server of this machine that has ended: that one is started.
-    prefect = _elsewhere("PREFECT_API_URL", url, may_have_ended=True)
-    mlflow = _elsewhere("MLFLOW_TRACKING_URI", uri if uri.startswith(("http://", "https://")) else None)
+    prefect = _prefect_elsewhere(url)
+    mlflow = _tracking_elsewhere(uri) if uri.startswith(("http://", "https://")) else None
     if prefect and mlflow:
         print(_where(prefect, mlflow))
         return
@@ -139,19 +139,32 @@ def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]],
         ) from None
 
 
-def _elsewhere(variable: str, url: str | None, may_have_ended: bool = False) -> str | None:
-    """The page of a server that is set by `variable` and answers; None if one has to be started.
+def _prefect_elsewhere(url: str | None) -> str | None:
+    """The page of the Prefect server that is set and answers; None if one has to be started.
 
-    `may_have_ended`: a silent one on loopback is started. Raises Refusal for another silent one.
+    A silent one on loopback is started. Raises Refusal for another silent one.
     """
     if url is None:
         return None
     why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)
     if why is None:
-        return f"{public(url).rstrip('/').removesuffix('/api')} (was running already)"
-    if may_have_ended and urlsplit(url).hostname in (HOST, "localhost"):
+        return _running(url.rstrip("/").removesuffix("/api"))
+    if urlsplit(url).hostname in (HOST, "localhost"):
         return None
-    raise Refusal(f"{variable} names {public(url)}, but {why}: start that server, or unset {variable}")
+    raise Refusal(f"PREFECT_API_URL names {public(url)}, but {why}: start that server, or unset PREFECT_API_URL")
+
+
+def _tracking_elsewhere(uri: str) -> str:
+    """The page of the MLflow server that is set. Raises Refusal if it does not answer."""
+    from infra.tracking.client import why_silent
+
+    if why := why_silent(uri, ANSWER_S):
+        raise Refusal(f"MLFLOW_TRACKING_URI names {public(uri)}, but {why}: start that server, or unset it")
+    return _running(uri)
+
+
+def _running(url: str) -> str:
+    return f"{public(url).rstrip('/')} (was running already)"
 
 
 def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None) -> None:

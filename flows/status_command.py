@@ -14,7 +14,6 @@ import typer
 from infra.files.lines import last_object
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder, newest_runs
-from infra.network.health import trouble
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
@@ -169,10 +168,11 @@ def _verdict(folder: RunFolder, config: "RunConfig") -> str:
 def _alias(config: "RunConfig", draft: str, version: int) -> str:
     """The version's present aliases, which may have changed since the run ended."""
     uri = config.tracking.uri or tracking_uri()
-    if uri.startswith("http") and trouble(uri, REGISTRY_S):
-        return "MLflow does not answer: what serves is not known"
+    from infra.tracking.client import why_silent
     from infra.tracking.registry import list_drafts
 
+    if uri.startswith("http") and why_silent(uri, REGISTRY_S):
+        return "MLflow does not answer: what serves is not known"
     found = [one for one in list_drafts(uri, draft) if one.version == version]
     return ", ".join(found[0].aliases) if found else "no longer registered"
 

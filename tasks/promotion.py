@@ -13,6 +13,7 @@ from uuid import UUID
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import DeploymentFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
@@ -79,9 +80,22 @@ def refuse_draft(uri: str, draft: RegisteredDraft, by: str, reason: str) -> Regi
 
 
 @side_effect("list drafts")
-def registered_drafts(uri: str, draft: str | None) -> list[str]:
-    """Names of the registered drafts, or the one asked for."""
-    return sorted({one.name for one in registry.list_drafts(uri, draft)})
+def drafts_of_server(uri: str) -> list[str]:
+    """Names of the registered drafts that have a deployment or a flow run on this Prefect server.
+
+    Others in the same MLflow belong to installations whose targets and engines may be missing here.
+    """
+    with get_client(sync_client=True) as client:
+        return [name for name in sorted({one.name for one in registry.list_drafts(uri)}) if is_known(client, name)]
+
+
+def is_known(client: SyncPrefectClient, draft: str) -> bool:
+    """Whether a deployment or a flow run of the Prefect server is about this draft."""
+    tagged = {"tags": {"all_": [draft_tag(draft)]}}
+    return bool(
+        client.read_deployments(deployment_filter=DeploymentFilter.model_validate(tagged), limit=1)
+        or client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(tagged), limit=1)
+    )
 
 
 @side_effect("reconcile")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from getpass import getuser
 from pathlib import Path
 from uuid import UUID
 
@@ -26,6 +25,8 @@ from infra.settings import runs_folder
 from infra.tracking import registry
 from infra.tracking.client import NOTE
 from infra.tracking.datasets import evaluation_set, log_samples, log_suites
+from infra.tracking.permissions import check_writable
+from infra.tracking.retention import note_experiment
 from infra.tracking.runs import (
     TrackedRun,
     end_run,
@@ -37,6 +38,7 @@ from infra.tracking.runs import (
     logged_checkpoints,
     start_run,
 )
+from infra.user import user_name
 from tasks.report.page import version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import draft_tag, side_effect
@@ -232,14 +234,15 @@ def _status(kind: type[BaseException] | None) -> str:
 def open_tracking(run: OpenRun) -> TrackedRun:
     """Start the MLflow run with configuration, code, versions and hardware, or continue the existing one.
 
-    The flow run is given the run's name: all pages then speak of the same thing.
+    The flow run is given the run's name: all pages then speak of the same thing. Raises Refusal where MLflow denies
+    writing what the run will write.
     """
     tags = {
         "target": run.config.target.name,
         "git_sha": git_sha(),
         "hardware": hardware(),
         **versions(),
-        "mlflow.user": _user(),
+        "mlflow.user": user_name(),
         "mlflow.source.name": f"draftsmith retrain {run.folder.name}",
         "mlflow.source.type": "JOB",
         NOTE: f"Trains a draft for {run.config.target.name}. What the run came to is written here when it has ended.",
@@ -250,18 +253,12 @@ def open_tracking(run: OpenRun) -> TrackedRun:
             client.update_flow_run(UUID(flow_run.id), name=run.folder.name, tags=about)
         tags["prefect.flow_run"] = url_for("flow-run", obj_id=flow_run.id) or str(flow_run.id)
     config = run.config.model_dump(mode="json")
-    tracking = start_run(
-        run.tracking_record, run.tracking_uri, run.config.tracking.experiment, run.folder.name, config, tags
-    )
+    settings = run.config.tracking
+    check_writable(run.tracking_uri, settings.experiment, run.draft_name, datasets=settings.dataset_mib > 0)
+    note_experiment(runs_folder(), settings.experiment)
+    tracking = start_run(run.tracking_record, run.tracking_uri, settings.experiment, run.folder.name, config, tags)
     get_run_logger().info("MLflow run %s at %s", tracking.run_id, tracking.uri)
     return tracking
-
-
-def _user() -> str:
-    try:
-        return getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        return "unknown"
 
 
 @side_effect("track samples")

@@ -3,14 +3,45 @@
 from prefect import get_run_logger
 
 from infra.files.locks import sweep
-from infra.run.retention import bound_logs, old_runs, remove, remove_old_prompts, remove_rest, remove_unused_cache
+from infra.run.retention import (
+    bound_logs,
+    old_runs,
+    remove,
+    remove_old_prompts,
+    remove_rest,
+    remove_unused_cache,
+)
 from infra.settings import cache_folder, runs_folder, shared_memory_folder, tracking_database, tracking_uri
 from infra.tracking.datasets import remove_old_datasets
-from infra.tracking.retention import empty_trash, remove_old_tracking
+from infra.tracking.retention import empty_trash, noted_experiments, remove_old_tracking
 from tasks.side_effects import side_effect
 
 MIB = 2**20
 LOGS = ("*/logs/*.log", ".stack/logs/*.log", "drift/*/logs/*.log")
+
+
+@side_effect("remove old prompts", retries=1)
+def remove_prompts(days: float) -> int:
+    """How many samples of users' prompts were removed."""
+    gone = remove_old_prompts(runs_folder() / "drift", days)
+    for path in gone:
+        get_run_logger().info("removed %s", path)
+    return len(gone)
+
+
+@side_effect("remove old data sets from MLflow", retries=1)
+def remove_datasets(prompt_days: float) -> int:
+    """How many data sets were removed from MLflow: old ones of users' requests, and others that no run names."""
+    return remove_old_datasets(tracking_uri(), noted_experiments(runs_folder()), prompt_days)
+
+
+@side_effect("remove old runs from MLflow", retries=1)
+def remove_tracked_runs(keep_runs: int, keep_checkpoints: int) -> int:
+    """How many runs were removed from MLflow, with their versions and artifacts."""
+    experiments = noted_experiments(runs_folder())
+    runs, checkpoints = remove_old_tracking(tracking_uri(), experiments, keep_runs, keep_checkpoints)
+    get_run_logger().info("removed from MLflow: %d runs, %d checkpoints", runs, checkpoints)
+    return runs
 
 
 @side_effect("remove old runs", retries=1)
@@ -23,30 +54,30 @@ def remove_old_runs(keep: int, unfinished_days: float) -> int:
     return len(gone)
 
 
-@side_effect("remove old runs from MLflow", retries=1)
-def remove_tracked_runs(keep_runs: int, keep_checkpoints: int, trash_days: float, prompt_days: float) -> int:
-    """Remove old runs and their data from MLflow, and empty its trash if its database is reachable; how many runs."""
-    uri, database, logger = tracking_uri(), tracking_database(), get_run_logger()
-    runs, checkpoints = remove_old_tracking(uri, keep_runs, keep_checkpoints)
-    datasets = remove_old_datasets(uri, prompt_days)
-    logger.info("removed from MLflow: %d runs, %d checkpoints, %d data sets", runs, checkpoints, datasets)
-    if database:
-        empty_trash(database, trash_days)
+@side_effect("empty MLflow's trash", retries=1)
+def empty_mlflow_trash(days: float) -> None:
+    """Remove the rows of what was deleted in MLflow, if its database is reachable from here."""
+    if database := tracking_database():
+        empty_trash(tracking_uri(), database, days)
     else:
-        logger.info("MLflow's database is not known here: on its server, schedule `mlflow gc --older-than 30d`")
-    return runs
+        get_run_logger().info("MLflow's database is not known here: on its server, schedule `mlflow gc`")
 
 
-@side_effect("remove stale files", retries=1)
-def remove_stale_files(cache_days: float, prompt_days: float, log_mib: int) -> int:
-    """How many cached folders and prompt samples were removed; logs above the limit are cut."""
-    runs = runs_folder()
-    gone = [*remove_unused_cache(cache_folder(), cache_days), *remove_old_prompts(runs / "drift", prompt_days)]
+@side_effect("remove unused cache", retries=1)
+def remove_cache(days: float) -> int:
+    """How many cached folders and files were removed."""
+    gone = remove_unused_cache(cache_folder(), days)
     for path in gone:
         get_run_logger().info("removed %s, unused", path)
+    return len(gone)
+
+
+@side_effect("cut logs", retries=1)
+def cut_logs(log_mib: int) -> None:
+    """Cut logs above the limit."""
+    runs = runs_folder()
     for log in bound_logs((log for pattern in LOGS for log in runs.glob(pattern)), log_mib * MIB):
         get_run_logger().info("cut %s: its end is in %s.1", log, log.name)
-    return len(gone)
 
 
 @side_effect("sweep shared memory", retries=1)

@@ -22,7 +22,7 @@ def mlflow(uri: str) -> Finding:
     """The tracking server or database."""
     scheme = urlsplit(uri).scheme
     if scheme in ("http", "https"):
-        return _server(uri)
+        return _tracking_server(uri)
     if scheme == "sqlite":
         return judge(f"no server set: runs are kept in {uri.removeprefix('sqlite:///')}")
     if scheme in ("", "file") and not settings.allows_mlflow_file_store():
@@ -35,6 +35,16 @@ def mlflow(uri: str) -> Finding:
 def _server(url: str) -> Finding:
     why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)
     return judge(f"{public(url)}: {why}" if why else f"{public(url)} answers", problem=bool(why))
+
+
+def _tracking_server(url: str) -> Finding:
+    finding = _server(url)
+    if finding.verdict == "ok":
+        return finding
+    # MLflow, which takes seconds to import, has credentials and certificates of its own.
+    from infra.tracking.client import why_silent
+
+    return finding if why_silent(url, ANSWER_S) else judge(f"{public(url)} answers")
 
 
 def proxies() -> Finding:

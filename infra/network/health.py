@@ -3,6 +3,7 @@
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPException
 from urllib.parse import urlsplit
 
@@ -12,9 +13,14 @@ def trouble(url: str, timeout_s: float, direct: bool = False) -> str | None:
 
     Proxies of the environment are used as the servers' own clients use them, unless `direct`.
     """
+    return within(timeout_s, lambda: _ask(url, timeout_s, direct))
+
+
+def within(timeout_s: float, ask: Callable[[], str | None]) -> str | None:
+    """What `ask` says is wrong with a server, or that it says nothing within `timeout_s` seconds."""
     answer: list[str | None] = []
     # In a thread: looking up a name may take longer than any socket's timeout.
-    asking = threading.Thread(target=lambda: answer.append(_ask(url, timeout_s, direct)), daemon=True)
+    asking = threading.Thread(target=lambda: answer.append(ask()), daemon=True)
     asking.start()
     asking.join(timeout_s)
     return answer[0] if answer else f"no answer within {timeout_s:g} s"

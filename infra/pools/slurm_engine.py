@@ -1,6 +1,5 @@
 """Pools that are a Slurm job: its components are the gang, every command is a step in it."""
 
-import getpass
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from infra.processes.exit import run_main
 from infra.processes.process import guard
 from infra.refusal import Refusal
 from infra.settings import slurm_environment
+from infra.user import user_name
 
 HELD_S = 10.0
 ANSWER_S = 60.0
@@ -141,7 +141,7 @@ class SlurmEngine(Engine):
 
 
 def _mine(name: str) -> tuple[str, str]:
-    return f"--user={getpass.getuser()}", f"--name={name}"
+    return f"--user={user_name()}", f"--name={name}"
 
 
 def _states(job: str) -> dict[str, str] | None:

@@ -1,6 +1,5 @@
 """The life of an SGLang server: started under a supervisor, ready by its health, stopped again."""
 
-import getpass
 import re
 import tempfile
 import time
@@ -22,6 +21,7 @@ from infra.settings import leased_gpus
 from infra.sglang.compiled import remove_broken
 from infra.sglang.leftovers import Leftovers
 from infra.sglang.machines import LedMachines
+from infra.user import user_name
 
 ANSWER_S = 5.0
 POLL_S = 0.3
@@ -93,7 +93,7 @@ class SGLangServer:
 
     def _own_folder(self) -> dict[str, str]:
         """A folder for its sockets; compiled kernels stay in their shared cache."""
-        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{user_name()}"
         remove_broken(compiled)
         folder = Path(tempfile.mkdtemp(prefix="draftsmith-sglang-"))
         self._leftovers.add(folder)

@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from infra.files.locks import hold
 from infra.files.sqlite_file import is_other_file
-from infra.network.health import trouble
+from infra.network.health import within
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import tracking_uri, tracking_variable_kept
@@ -19,10 +19,14 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 import mlflow
 from alembic.util import CommandError
+from botocore.exceptions import BotoCoreError, ClientError
 from mlflow import MlflowClient
+from mlflow.entities import Experiment
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities.paged_list import PagedList
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 Entity = TypeVar("Entity")
@@ -31,8 +35,8 @@ SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql"
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
 CREATION_S = 600.0
 ANSWER_S = 5.0
-REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, OSError, Refusal)
-"""What a registry that is away, a full disk, or missing settings come to."""
+REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, BotoCoreError, ClientError, OSError, Refusal)
+"""What a registry or store that is away, a full disk, or missing settings come to."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow's pages show as the description, in Markdown."""
 
@@ -78,11 +82,30 @@ def _check(uri: str) -> None:
 
 def check_answers(uri: str) -> None:
     """Raise Refusal where a tracking server does not answer; MLflow itself would try for minutes."""
-    if uri.startswith(("http://", "https://")) and (why := trouble(f"{uri.rstrip('/')}/health", ANSWER_S)):
+    if uri.startswith(("http://", "https://")) and (why := why_silent(uri, ANSWER_S)):
         raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
 
 
-def _first_line(error: Exception) -> str:
+def why_silent(uri: str, timeout_s: float) -> str | None:
+    """Why a tracking server does not answer within `timeout_s` seconds, in a few words; None when it does.
+
+    It is asked by MLflow's own client, with its credentials and certificates. An answer that denies is one.
+    """
+    return within(timeout_s, lambda: _ask(uri, timeout_s))
+
+
+def _ask(uri: str, timeout_s: float) -> str | None:
+    try:
+        answer = http_request(
+            get_default_host_creds(uri), "/health", "GET", timeout=timeout_s, max_retries=0, raise_on_status=False
+        )
+    except (MlflowException, OSError) as error:
+        return _first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
+    assert answer is not None
+    return None if answer.status_code < 500 else f"it answers {answer.status_code} {answer.reason}"
+
+
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -107,6 +130,12 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         found = client.get_experiment_by_name(name)
         artifacts = database.with_name(f"{database.stem}-artifacts")
         return str(found.experiment_id if found else client.create_experiment(name, artifacts.as_uri()))
+
+
+def active_experiments(client: MlflowClient, names: Collection[str]) -> list[Experiment]:
+    """The experiments of these names that exist and are not deleted."""
+    found = map(client.get_experiment_by_name, sorted(names))
+    return [one for one in found if one and one.lifecycle_stage == "active"]
 
 
 def pages(search: Callable[..., PagedList[Entity]], **query: Any) -> Iterator[Entity]:

@@ -1,13 +1,13 @@
 """Data sets that MLflow's runs name, kept in its artifact store by their content, once for all runs that used them.
 
-Files lie below the artifacts of the experiment `draftsmith-datasets`, in a folder named after their hash: MLflow keeps
-the first address of a data set, so what is copied again must come to the same place. A run there stands for each copy
-that is whole.
+Each experiment has one of its own for them, so that who may write the one may write the other. Files lie below its
+artifacts, in a folder named after their hash: MLflow keeps the first address of a data set, so what is copied again
+must come to the same place. A run there stands for each copy that is whole.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,13 +17,13 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from infra.files.atomic import sha256_file
 from infra.records.data_path import SamplesRecord
-from infra.tracking.client import NOTE, connect, experiment_id, pages
+from infra.tracking.client import NOTE, active_experiments, connect, experiment_id, pages
 from infra.tracking.retention import OURS
 from infra.tracking.runs import TrackedRun
 
-EXPERIMENT = "draftsmith-datasets"
 ABOUT = (
-    "Samples and evaluation prompts of Draftsmith's runs, by content. `clean-up` removes what no run names any more."
+    "Samples and evaluation prompts of the runs of `{experiment}`, by content. "
+    "`clean-up` removes what no run names any more."
 )
 CONTENT, PRIVATE = "draftsmith.dataset", "draftsmith.private"
 CONTEXT = "mlflow.data.context"
@@ -35,6 +35,11 @@ NEWEST_S = 86_400.0
 """Its run may be about to name it."""
 
 
+def datasets_of(experiment: str) -> str:
+    """Name of the experiment that keeps the data sets of another one's runs."""
+    return f"{experiment}-datasets"
+
+
 def log_samples(run: TrackedRun, name: str, samples: SamplesRecord, *, most_mib: int, private: bool) -> None:
     """Note the samples that a run trains on, and those that it takes its evaluation prompts from.
 
@@ -44,7 +49,8 @@ def log_samples(run: TrackedRun, name: str, samples: SamplesRecord, *, most_mib:
     client, folder = connect(run.uri), Path(samples.path)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     kept = sum(file.stat().st_size for file in files) <= most_mib * MIB
-    address = _keep(client, samples.dataset_hash, folder, private=private) if kept else folder.as_uri()
+    experiment = str(client.get_experiment(run.experiment_id).name)
+    address = _keep(client, experiment, samples.dataset_hash, folder, private=private) if kept else folder.as_uri()
     profile, heldout = samples.model_dump_json(exclude={"path"}), sha256_file(folder / HELDOUT)
     client.log_inputs(
         run.run_id,
@@ -71,33 +77,36 @@ def log_suites(run: TrackedRun, suites: Sequence[tuple[str, str, str]]) -> None:
         connect(run.uri).log_inputs(run.run_id, found)
 
 
-def remove_old_datasets(uri: str, private_days: float) -> int:
-    """Remove data sets that no run names any more, and those of users' requests after `private_days`; their number."""
+def remove_old_datasets(uri: str, experiments: Collection[str], private_days: float) -> int:
+    """Remove data sets that no run of these experiments names, and those of users' requests after `private_days`.
+
+    Returns their number.
+    """
     client, now, removed = connect(uri), time.time(), 0
-    experiment = client.get_experiment_by_name(EXPERIMENT)
-    if experiment is None:
-        return 0
-    others = [str(one.experiment_id) for one in pages(client.search_experiments) if one.name != EXPERIMENT]
-    named = {
-        str(one.dataset.digest)
-        for run in (pages(client.search_runs, experiment_ids=others, filter_string=OURS) if others else ())
-        for one in (run.inputs.dataset_inputs if run.inputs else ())
-    }
-    for run in _copies(client, experiment):
-        age_s, content = now - run.info.start_time / 1000, run.data.tags[CONTENT]
-        expired = run.data.tags.get(PRIVATE) == "true" and age_s > private_days * 86_400
-        if expired or (content[:DIGEST] not in named and age_s > NEWEST_S):
-            get_artifact_repository(_address(experiment, content), uri).delete_artifacts()
-            client.delete_run(run.info.run_id)
-            removed += 1
+    for experiment in active_experiments(client, experiments):
+        for place in active_experiments(client, [datasets_of(str(experiment.name))]):
+            named = _named_digests(client, experiment)
+            for run in _copies(client, place):
+                age_s, content = now - run.info.start_time / 1000, run.data.tags[CONTENT]
+                expired = run.data.tags.get(PRIVATE) == "true" and age_s > private_days * 86_400
+                if expired or (content[:DIGEST] not in named and age_s > NEWEST_S):
+                    get_artifact_repository(_address(place, content), uri).delete_artifacts()
+                    client.delete_run(run.info.run_id)
+                    removed += 1
     return removed
 
 
-def _keep(client: MlflowClient, content: str, folder: Path, *, private: bool) -> str:
-    """Address of a folder's copy in the artifact store."""
-    experiment = client.get_experiment(experiment_id(client, EXPERIMENT))
+def _named_digests(client: MlflowClient, experiment: Experiment) -> set[str]:
+    """Digests of the data sets that runs of an experiment name."""
+    runs = pages(client.search_runs, experiment_ids=[str(experiment.experiment_id)], filter_string=OURS)
+    return {str(one.dataset.digest) for run in runs for one in (run.inputs.dataset_inputs if run.inputs else ())}
+
+
+def _keep(client: MlflowClient, of: str, content: str, folder: Path, *, private: bool) -> str:
+    """Address of a folder's copy in the artifact store, for the runs of the experiment `of`."""
+    experiment = client.get_experiment(experiment_id(client, datasets_of(of)))
     if NOTE not in experiment.tags:
-        client.set_experiment_tag(str(experiment.experiment_id), NOTE, ABOUT)
+        client.set_experiment_tag(str(experiment.experiment_id), NOTE, ABOUT.format(experiment=of))
     address = _address(experiment, content)
     if not _copies(client, experiment, content):
         get_artifact_repository(address, client.tracking_uri).log_artifacts(str(folder))

@@ -15,12 +15,12 @@ is no longer its own, and stops there.
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Literal
 from uuid import UUID, uuid4, uuid5
 
 from mlflow.entities.model_registry import ModelVersion
 
+from infra.processes.process import ProcessFailedError
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.refusal import Refusal
 from infra.tracking.changes import CHANGE, EXPECTED, Announce, Announcement, Change, Kind, SmokeTest, State, silent
@@ -99,7 +99,8 @@ class DraftInService:
         """Make a version the champion; one that fails the smoke test gives way to the champion before it.
 
         Repeated by the same run, or by the same person for the same reason, this completes what was interrupted, and
-        does nothing where nothing was. Raises what the smoke test raises, once the version is withdrawn.
+        does nothing where nothing was. Raises what the smoke test raises: ProcessFailedError once the version is
+        withdrawn, any other error with the change still recorded.
         """
         tested = self._smoke_test is not None
         self._change("promotion", version, by=by, reason=reason, run=run, tested=tested)
@@ -272,21 +273,17 @@ class DraftInService:
     def _test(self, change: Change, smoke_test: SmokeTest) -> Change:
         """Run the smoke test and keep its outcome with the version; returns what is to be recorded next.
 
-        An error counts as a failed test. An interruption (a signal, a cancelled flow) does not: the change stays
-        recorded.
+        A process that ended with an error counts as a failed test. Any other error, such as expired credentials, says
+        nothing about the draft: the change stays recorded, and whoever resumes it tests again.
         """
-
-        def withdraw_after(kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
-            if kind is not None and issubclass(kind, Exception):
-                outcome = SmokeResult(passed=False, reason=str(error) or kind.__name__)
-                self._record(self._tested(change, outcome), over=change)
-                self.resume()
-            return False
-
         draft = find_version(self._uri, self._name, change.version)
-        with ExitStack() as stack:
-            stack.push(withdraw_after)
+        try:
             outcome = smoke_test(draft)
+        except ProcessFailedError as error:
+            failed = SmokeResult(passed=False, reason=str(error))
+            self._record(self._tested(change, failed), over=change)
+            self.resume()
+            raise
         return self._tested(change, outcome)
 
     def _tested(self, change: Change, outcome: SmokeResult) -> Change:

@@ -20,6 +20,8 @@ from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.tracking.client import NOTE, connect, find_model, get_model, model_versions, pages
 
+MARK, DRAFT = "draftsmith", "draft"
+"""Tag of the registered models that are Draftsmith's, among those of others in the same registry."""
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
@@ -55,6 +57,9 @@ CONFIG = "config.json"
 VERSIONS_OF_MODEL = "mlflow.modelVersions"
 """MLflow's own tag, by which a logged model's page shows its versions."""
 
+DESCRIPTION = 5000
+"""Characters of a description that fit MLflow's column. PostgreSQL refuses more; SQLite takes any length."""
+REST = "\n\nThe rest is in `report.html`, an artifact of the version's run."
 DECISION = "decision."
 LONGEST = 2500
 """Characters of a reason that are kept. MLflow takes 5,000 in a tag, and JSON may escape each character."""
@@ -88,11 +93,14 @@ def register(
 
     Args:
         about: description of the registered model, Markdown.
-        description: of this version, Markdown.
+        description: of this version, Markdown; one too long for MLflow ends after its last line that fits.
     """
-    client = connect(uri)
-    if get_model(client, name) is None:
-        client.create_registered_model(name, description=about)
+    client, description = connect(uri), _that_fits(description)
+    model = get_model(client, name)
+    if model is None:
+        client.create_registered_model(name, {MARK: DRAFT}, about)
+    elif MARK not in model.tags:
+        client.set_registered_model_tag(name, MARK, DRAFT)
     version = _version_of_run(client, name, tags.get(RUN)) or client.create_model_version(
         name,
         f"models:/{model_id}",
@@ -106,6 +114,12 @@ def register(
     client.set_logged_model_tags(version.tags.get(MODEL_ID, model_id), {VERSIONS_OF_MODEL: versions, NOTE: description})
     _make_challenger(client, name, int(version.version))
     return _draft(client, name, int(version.version))
+
+
+def _that_fits(description: str) -> str:
+    if len(description) <= DESCRIPTION:
+        return description
+    return description[: DESCRIPTION - len(REST) + 1].rpartition("\n")[0].rstrip() + REST
 
 
 def _make_challenger(client: MlflowClient, name: str, version: int) -> None:
@@ -144,9 +158,12 @@ def _version_of_run(client: MlflowClient, name: str, run: str | None) -> ModelVe
 
 
 def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
-    """All versions of all drafts (or of one), newest first."""
+    """All versions of all drafts (or of one), newest first; none of registered models that are not Draftsmith's."""
     client = connect(uri)
-    models = pages(client.search_registered_models) if name is None else filter(None, [get_model(client, name)])
+    if name is None:
+        models = [*pages(client.search_registered_models, filter_string=f"tags.`{MARK}` = '{DRAFT}'")]
+    else:
+        models = [model for model in [get_model(client, name)] if model and MARK in model.tags]
     drafts: list[RegisteredDraft] = []
     for model in models:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}

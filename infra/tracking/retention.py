@@ -4,35 +4,57 @@ Weights are removed from the artifact store at once. MLflow only marks rows as d
 them, and needs the database itself, not only the server.
 """
 
+import hashlib
 import os
 import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from infra.processes.process import module
-from infra.tracking.client import connect, pages
+from infra.files.atomic import write_atomically
+from infra.tracking.client import active_experiments, connect, pages
 from infra.tracking.registry import REPLACES, list_drafts
 
 OURS = "tags.`mlflow.source.name` LIKE 'draftsmith retrain %'"
+EXPERIMENTS = ".experiments"
 KIND = "draftsmith.kind"
-RECIPE = "name"
-"""The run's parameter by which runs are grouped: the recipe's name."""
+GROUP = ("tracking.registered_model", "name")
+"""The run's parameters by which runs are grouped: registered model and recipe."""
 GC_TIMEOUT_S = 1800.0
+GC = """
+import sys
+from mlflow.cli import cli
+cli(["gc", "--older-than", sys.argv[1], "--backend-store-uri", sys.stdin.read()])
+"""
 
 
-def remove_old_tracking(uri: str, keep_runs: int, keep_checkpoints: int) -> tuple[int, int]:
-    """Keep the newest `keep_runs` runs of every recipe, and the checkpoints of the newest `keep_checkpoints` of them.
+def note_experiment(runs: Path, name: str) -> None:
+    """Note beside the run folders that their runs are tracked in an experiment: `clean-up` looks into no other."""
+    write_atomically(runs / EXPERIMENTS / hashlib.sha256(name.encode()).hexdigest()[:16], name)
+
+
+def noted_experiments(runs: Path) -> list[str]:
+    """The experiments in which runs of this folder have been tracked, also those whose folders are gone."""
+    return [file.read_text() for file in (runs / EXPERIMENTS).glob("[!.]*")]
+
+
+def remove_old_tracking(
+    uri: str, experiments: Collection[str], keep_runs: int, keep_checkpoints: int
+) -> tuple[int, int]:
+    """Keep the newest `keep_runs` runs of every registered model and recipe in these experiments, and the checkpoints
+    of the newest `keep_checkpoints` of them.
 
     A run whose version has an alias, or was replaced by one that has, stays whatever its age, so that it can serve
     and be rolled back to. Returns the numbers of removed runs, with their artifacts and versions, and of checkpoints.
     """
     client, removed_runs, removed_checkpoints = connect(uri), 0, 0
     protected = _protected_runs(client, uri)
-    for runs in _runs_by_recipe(client).values():
+    for runs in _runs_by_draft(client, experiments).values():
         for age, run in enumerate(runs):
             if age >= keep_runs and run.info.run_id not in protected:
                 _remove_run(client, uri, run)
@@ -42,16 +64,22 @@ def remove_old_tracking(uri: str, keep_runs: int, keep_checkpoints: int) -> tupl
     return removed_runs, removed_checkpoints
 
 
-def empty_trash(database: str, days: float) -> None:
+def empty_trash(uri: str, database: str, days: float) -> None:
     """Remove from MLflow's `database` the rows of everything that was deleted more than `days` ago (`mlflow gc`).
 
-    Raises CalledProcessError with MLflow's own words, and TimeoutExpired.
+    `uri` is the server's address, through which `gc` removes artifacts that the server proxies. Raises
+    CalledProcessError with MLflow's own words, and TimeoutExpired.
     """
-    # By environment, not by option: the address may hold a password, and options are visible to other users. As the
-    # tracking address, because `gc` does not read the variable of the backend store.
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": database}
-    command = [*module("mlflow", "gc"), "--older-than", f"{days:g}d"]
-    subprocess.run(command, env=environment, check=True, stderr=subprocess.STDOUT, timeout=GC_TIMEOUT_S)
+    # The database's address by standard input: it may hold a password, and other users see a command's arguments.
+    subprocess.run(
+        [sys.executable, "-c", GC, f"{days:g}d"],
+        input=database,
+        env={**os.environ, "MLFLOW_TRACKING_URI": uri},
+        check=True,
+        stderr=subprocess.STDOUT,
+        timeout=GC_TIMEOUT_S,
+        text=True,
+    )
 
 
 def _protected_runs(client: MlflowClient, uri: str) -> set[str]:
@@ -63,14 +91,14 @@ def _protected_runs(client: MlflowClient, uri: str) -> set[str]:
     return {str(client.get_model_version(name, str(version)).run_id) for name, version in wanted}
 
 
-def _runs_by_recipe(client: MlflowClient) -> dict[tuple[str, str], list[Run]]:
-    """Ended runs, the newest first."""
-    groups: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    experiments = [str(one.experiment_id) for one in pages(client.search_experiments)]
+def _runs_by_draft(client: MlflowClient, experiments: Collection[str]) -> dict[tuple[str | None, ...], list[Run]]:
+    """Ended runs, the newest first, by the values of `GROUP`."""
+    groups: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
+    ids = [str(one.experiment_id) for one in active_experiments(client, experiments)]
     query = {"filter_string": OURS, "order_by": ["attributes.start_time DESC"]}
-    for run in pages(client.search_runs, experiment_ids=experiments, **query) if experiments else ():
+    for run in pages(client.search_runs, experiment_ids=ids, **query) if ids else ():
         if run.info.status != "RUNNING":
-            groups[run.info.experiment_id, run.data.params.get(RECIPE, "")].append(run)
+            groups[tuple(map(run.data.params.get, GROUP))].append(run)
     return groups
 
 

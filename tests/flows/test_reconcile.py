@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.reconcile_drafts import reconcile_drafts
 from infra.tracking import registry, runs
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
+from tasks.side_effects import draft_tag
 
 
 def served_version(uri: str, folder: Path, name: str) -> None:
@@ -23,16 +25,24 @@ def served_version(uri: str, folder: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_faulty_draft_keeps_no_other_from_being_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_faulty_draft_keeps_no_other_of_this_server_from_being_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
-    for name in ("draft-a", "draft-b"):
+    for name in ("draft-a", "draft-b", "draft-of-others"):
         served_version(uri, tmp_path, name)
     client = connect(uri)
     # Its smoke test needs the recipe, which is not there.
     client.delete_registered_model_tag("draft-a", "draftsmith.champion")
-    client.delete_registered_model_alias("draft-b", registry.CHAMPION)
-    with prefect_test_harness(server_startup_timeout=120), pytest.raises(ValueError, match="draft-a could not be"):
-        reconcile_drafts(tracking_uri=uri)
+    for name in ("draft-b", "draft-of-others"):
+        client.delete_registered_model_alias(name, registry.CHAMPION)
+    with prefect_test_harness(server_startup_timeout=120):
+        with get_client(sync_client=True) as prefect:
+            for name in ("draft-a", "draft-b"):
+                prefect.create_flow_run(reconcile_drafts, tags=[draft_tag(name)])
+        with pytest.raises(ValueError, match="draft-a could not be"):
+            reconcile_drafts(tracking_uri=uri)
     last = registry.history(uri, "draft-b")[-1]
     assert (last.version, last.outcome, last.by) == (1, "rolled back", "outside Draftsmith")
+    assert len(registry.history(uri, "draft-of-others")) == 1, "another installation completes it"

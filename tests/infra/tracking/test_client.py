@@ -1,12 +1,42 @@
 """A client leaves nothing behind that the next run would take for the operator's wish."""
 
+import ssl
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import mlflow
 import pytest
 
+from infra.refusal import Refusal
 from infra.settings import tracking_uri
-from infra.tracking.client import connect
+from infra.tracking.client import check_answers, connect
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """Answers those who bring a credential."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers.get("Authorization") else 401)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def guarded_server(certificate: Path | None = None) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"localhost:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.mark.parametrize("given", [None, "http://127.0.0.1:9"])
@@ -22,3 +52,24 @@ def test_the_address_of_one_run_is_not_that_of_the_next(
     connect(own)
     assert mlflow.get_tracking_uri() == own
     assert tracking_uri() == before
+
+
+def test_a_server_behind_a_private_certificate_a_token_or_a_user_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = tmp_path / "both.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run([*make.split(), "-keyout", certificate, "-out", tmp_path / "c.pem"], check=True, capture_output=True)
+    with certificate.open("a") as file:
+        file.write((tmp_path / "c.pem").read_text())
+    with guarded_server() as place:
+        check_answers(f"http://ops:secret@{place}")
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
+        check_answers(f"http://{place}")
+    with guarded_server(certificate) as place:
+        with pytest.raises(Refusal, match="does not answer"):
+            check_answers(f"https://{place}")
+        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "c.pem"))
+        check_answers(f"https://{place}")
+    with pytest.raises(Refusal, match="does not answer"):
+        check_answers("http://127.0.0.1:9")

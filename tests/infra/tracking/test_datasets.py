@@ -16,7 +16,6 @@ from infra.records.data_path import SamplesRecord
 from infra.tracking import runs
 from infra.tracking.client import connect, pages
 from infra.tracking.datasets import (
-    EXPERIMENT,
     NEWEST_S,
     evaluation_set,
     log_samples,
@@ -26,6 +25,7 @@ from infra.tracking.datasets import (
 from infra.tracking.runs import TrackedRun
 
 DAY_S = 86_400
+EXPERIMENT = "test-datasets"
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -55,10 +55,11 @@ def a_run(tmp_path: Path, uri: str, number: int) -> TrackedRun:
     return runs.start_run(tmp_path / f"{number}.json", uri, "test", f"run-{number}", {}, tags)
 
 
-def kept_runs(uri: str) -> list[Run]:
+def kept_runs(uri: str, name: str = EXPERIMENT) -> list[Run]:
     """What stands for the copies that are kept."""
     client = connect(uri)
-    experiment = client.get_experiment_by_name(EXPERIMENT)
+    experiment = client.get_experiment_by_name(name)
+    assert experiment
     return list(pages(client.search_runs, experiment_ids=[experiment.experiment_id]))
 
 
@@ -130,17 +131,33 @@ def test_what_nobody_names_goes_and_users_requests_after_their_time(
     log_samples(second, "others", unnamed, most_mib=1, private=False)
     address = named(uri, second)["others"][2]
     connect(uri).delete_run(second.run_id)
-    assert remove_old_datasets(uri, private_days=60) == 0, "its run may be about to name it"
+    assert remove_old_datasets(uri, ["test"], private_days=60) == 0, "its run may be about to name it"
     now = time.time()
     monkeypatch.setattr("infra.tracking.datasets.time.time", lambda: now + NEWEST_S + 60)
-    assert remove_old_datasets(uri, private_days=60) == 1
+    assert remove_old_datasets(uri, ["test"], private_days=60) == 1
     assert kept(uri) == {public.dataset_hash, private.dataset_hash}
     with pytest.raises(Exception, match=r"(?i)no such|not exist|not found|404"):
         mlflow.artifacts.download_artifacts(artifact_uri=address, dst_path=str(tmp_path / "back"))
     monkeypatch.setattr("infra.tracking.datasets.time.time", lambda: now + 60 * DAY_S + 60)
-    assert remove_old_datasets(uri, private_days=60) == 1
+    assert remove_old_datasets(uri, ["test"], private_days=60) == 1
     assert kept(uri) == {public.dataset_hash}
 
 
+def test_experiments_do_not_share_data_sets(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two teams, of which each may write its own experiment only."""
+    samples = sample_set(tmp_path / "cache", "c" * 64)
+    for experiment in ("test", "theirs"):
+        tags = {"mlflow.source.name": f"draftsmith retrain {experiment}"}
+        run = runs.start_run(tmp_path / f"{experiment}.json", uri, experiment, "run", {}, tags)
+        log_samples(run, "docs", samples, most_mib=1, private=False)
+    assert len(kept_runs(uri)) == len(kept_runs(uri, "theirs-datasets")) == 1
+    now = time.time()
+    monkeypatch.setattr("infra.tracking.datasets.time.time", lambda: now + NEWEST_S + 60)
+    connect(uri).delete_run(run.run_id)
+    assert remove_old_datasets(uri, ["test"], private_days=60) == 0
+    assert remove_old_datasets(uri, ["theirs"], private_days=60) == 1
+    assert kept(uri) == {samples.dataset_hash}
+
+
 def test_an_empty_registry_has_nothing_to_remove(tmp_path: Path) -> None:
-    assert remove_old_datasets(f"sqlite:///{tmp_path / 'mlflow.db'}", private_days=60) == 0
+    assert remove_old_datasets(f"sqlite:///{tmp_path / 'mlflow.db'}", ["test"], private_days=60) == 0

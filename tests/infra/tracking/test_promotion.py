@@ -14,14 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as TrackingStore
 
+from infra.processes.process import ProcessFailedError
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import registry, runs
 from infra.tracking.changes import Announcement, SmokeTest, State
-from infra.tracking.client import connect, get_model, pages
+from infra.tracking.client import REGISTRY_ERRORS, connect, get_model, pages
 from infra.tracking.promotion import OUTSIDE, DraftInService
 from infra.tracking.registry import history
 from infra.tracking.runs import TrackedRun
@@ -383,19 +385,40 @@ def test_an_alias_moved_outside_waits_for_its_smoke_test(make_world: Callable[[]
     assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
 
 
-def test_a_smoke_test_that_breaks_withdraws_the_version(make_world: Callable[[], World], gate: GateDecision) -> None:
+def test_a_smoke_test_whose_process_ends_withdraws_the_version(
+    make_world: Callable[[], World], gate: GateDecision
+) -> None:
     world = make_world()
     one_and_challenger(world, gate)
 
     def breaks(_draft: RegisteredDraft) -> SmokeResult:
-        raise RuntimeError("the weights cannot be read")
+        raise ProcessFailedError("smoke-test", 1, ["RuntimeError: the weights cannot be read"], Path("smoke-test.log"))
 
-    with pytest.raises(RuntimeError, match="cannot be read"):
+    with pytest.raises(ProcessFailedError, match="cannot be read"):
         world.service(breaks).promote(2, by="ada", reason="", run="x")
     made = history(world.uri, world.name)[-1]
     assert (made.version, made.outcome, made.by) == (2, "rolled back", "smoke test")
-    assert made.reason == "the weights cannot be read"
+    assert "the weights cannot be read" in made.reason
     assert State.read(connect(world.uri), world.name) == State(1, None, None, 1)
+
+
+def test_a_store_that_is_away_leaves_the_smoke_test_for_later(
+    make_world: Callable[[], World], gate: GateDecision
+) -> None:
+    world = make_world()
+    one_and_challenger(world, gate)
+
+    def expired(_draft: RegisteredDraft) -> SmokeResult:
+        raise ClientError({"Error": {"Code": "ExpiredToken", "Message": "The token has expired."}}, "GetObject")
+
+    with pytest.raises(REGISTRY_ERRORS, match="ExpiredToken"):
+        world.service(expired).promote(2, by="ada", reason="", run="x")
+    waiting = world.service().reconcile()
+    assert waiting
+    assert (waiting.version, waiting.stage) == (2, "moved")
+    assert history(world.uri, world.name)[-1].outcome == "promoted"
+    assert world.service(world.smoke_test).reconcile() is None
+    assert State.read(connect(world.uri), world.name) == State(2, None, None, 2)
 
 
 def test_clocks_that_jump_back_do_not_reorder_the_history(
@@ -415,19 +438,24 @@ def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) ->
     uri, run, model_id = logged
     client = connect(uri)
     client.create_registered_model("theirs")
-    client.create_model_version("theirs", f"models:/{model_id}", run.run_id)
+    tags = {"acceptance_length": "n/a", "cost": "low", "replaces": "the old ARIMA"}
+    client.create_model_version("theirs", f"models:/{model_id}", run.run_id, tags=tags)
     client.set_registered_model_alias("theirs", registry.CHAMPION, "1")
     assert DraftInService(uri, "theirs").reconcile() is None
     assert history(uri, "theirs") == []
+    assert registry.list_drafts(uri, "theirs") == []
+    assert "theirs" not in {draft.name for draft in registry.list_drafts(uri)}
 
 
-def test_more_versions_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
+def test_more_drafts_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
     uri, run, model_id = logged
     client = connect(uri)
-    for number in range(101):
-        client.create_registered_model(f"many-{number}")
-    client.create_model_version("many-0", f"models:/{model_id}", run.run_id)
-    assert {f"many-{number}" for number in range(101)} <= {
-        str(one.name) for one in pages(client.search_registered_models)
-    }
-    assert "many-0" in {draft.name for draft in registry.list_drafts(uri)}
+    names = [f"many-{number}" for number in range(101)]
+    for name in names:
+        client.create_registered_model(name, {registry.MARK: registry.DRAFT})
+    registry.register(uri, "many-0", model_id, run.run_id, {})
+    client.create_registered_model("made-by-hand")
+    registry.register(uri, "made-by-hand", model_id, run.run_id, {})
+    found = [str(one.name) for one in pages(client.search_registered_models, filter_string="name LIKE 'many-%'")]
+    assert sorted(found) == sorted(names)
+    assert {"many-0", "made-by-hand"} <= {draft.name for draft in registry.list_drafts(uri)}

@@ -166,6 +166,19 @@ def test_versions_and_their_models_are_described(run: TrackedRun, uri: str, tmp_
     assert json.loads(tags[registry.VERSIONS_OF_MODEL]) == [{"name": name, "version": "1"}]
 
 
+def test_a_description_too_long_for_postgresql_ends_at_a_line(run: TrackedRun, uri: str, tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    model_id = runs.log_folder(run, tmp_path / "export", "draft", 20, "draft")
+    rows = [f"| {number} | {'x' * 90} |" for number in range(80)]
+    draft = registry.register(run.uri, f"{NAME}-long", model_id, run.run_id, {}, description="\n".join(rows))
+    kept = registry.describe(uri, draft)
+    assert 4800 < len(kept) <= 5000
+    *table, _, last = kept.splitlines()
+    assert table == rows[: len(table)]
+    assert "report.html" in last
+    assert connect(uri).get_logged_model(model_id).tags[NOTE] == kept
+
+
 def test_challenger_champion_and_back(run: TrackedRun, uri: str, tmp_path: Path) -> None:
     name = f"{NAME}-aliases"
     assert registry.champion(uri, name) is None
