@@ -25,7 +25,6 @@ from infra.records.data_path import Record
 
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
-PRIVATE = 0o600
 DAY_S = 86_400.0
 
 
@@ -346,7 +345,7 @@ class TrafficStore:
         """Whole or not at all: a local file is renamed, an S3 object appears at its end."""
         data = json.dumps(record.model_dump(mode="json"), separators=(",", ":")).encode()
         if self._local:
-            write_atomically(Path(self._path(record.draft)), data, PRIVATE)
+            write_atomically(Path(self._path(record.draft)), data)
         else:
             self._files.pipe_file(self._path(record.draft), data)
 

@@ -1,5 +1,6 @@
 """The record of a draft's traffic: each version's windows hold what that version served, and nothing else."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,10 @@ def test_the_record_is_kept(store: TrafficStore):
     assert store.read("other").series == ()
 
 
-def test_the_record_is_its_owners_alone(tmp_path: Path):
-    TrafficStore(str(tmp_path)).write(TrafficRecord(draft="d"))
-    assert (tmp_path / "d" / "traffic.json").stat().st_mode & 0o077 == 0
+def test_the_record_is_a_group_s_where_the_umask_says_so(tmp_path: Path):
+    before = os.umask(0o002)
+    try:
+        TrafficStore(str(tmp_path)).write(TrafficRecord(draft="d"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "d" / "traffic.json").stat().st_mode & 0o777 == 0o664
