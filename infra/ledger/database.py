@@ -27,10 +27,12 @@ POSTGRESQL = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
+    # A transaction pooler gives each transaction another session, which does not know the statements of the last one.
+    "prepare_threshold": None,
 }
-"""libpq's settings: a server that vanished is given up within half a minute."""
+"""libpq's and the driver's settings: a server that vanished is given up within half a minute."""
 
-SESSION = {
+TRANSACTION = {
     # A client that freezes inside a transaction holds the run's row: its session is ended, and the lock with it.
     "idle_in_transaction_session_timeout": 30_000,
     # Longer than that, or those who wait for a frozen client would give up before it is gone.
@@ -41,7 +43,8 @@ SESSION = {
     "tcp_keepalives_interval": 5,
     "tcp_keepalives_count": 3,
 }
-"""Settings of every PostgreSQL session, in milliseconds unless noted."""
+"""Settings of every PostgreSQL transaction, in milliseconds unless noted. Set for a session they would reach, through a
+transaction pooler, other applications."""
 
 DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
@@ -104,7 +107,7 @@ def _postgresql_engine(address: sa.URL) -> sa.Engine:
     # A connection that was lost is noticed, and made anew, before a transaction begins on it.
     engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
     event.listen(engine, "do_connect", _connect_when_there)
-    event.listen(engine, "connect", _set_up_postgresql)
+    event.listen(engine, "begin", _begin_postgresql)
     return engine
 
 
@@ -116,11 +119,9 @@ def _connect_when_there(dialect: Any, _record: Any, arguments: Any, options: Any
     return wait_while(lambda _: True, lambda: dialect.connect(*arguments, **options), reason, SERVER_S, refused)
 
 
-def _set_up_postgresql(connection: Any, _record: Any) -> None:
-    with connection.cursor() as cursor:
-        for name, value in SESSION.items():
-            cursor.execute(f"SET {name} = {value}")
-    connection.commit()
+def _begin_postgresql(connection: sa.Connection) -> None:
+    # Without parameters the driver sends all of them at once.
+    connection.exec_driver_sql("; ".join(f"SET LOCAL {name} = {value}" for name, value in TRANSACTION.items()))
 
 
 def lock_schema(connection: sa.Connection) -> None:

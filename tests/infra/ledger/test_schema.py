@@ -45,6 +45,26 @@ def test_a_lost_connection_is_made_anew(postgres: PostgresServer, monkeypatch: p
         assert ledger.progress() == SampleProgress()
 
 
+def test_a_session_keeps_nothing_of_a_transaction(postgres: PostgresServer) -> None:
+    """A transaction pooler lends one session to several applications in turn."""
+    with Ledger.open(postgres.make_database("pooled"), "run") as ledger:
+        ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
+        for _ in range(10):
+            ledger.progress()
+        with ledger.write() as (rows, _):
+            assert rows.connection.exec_driver_sql("SHOW statement_timeout").scalar() == "5min"
+        session = ledger._engine.raw_connection()
+        try:
+            cursor = session.cursor()
+            found = []
+            for asked in ("SHOW statement_timeout", "SHOW lock_timeout", "SELECT count(*) FROM pg_prepared_statements"):
+                cursor.execute(asked)
+                found += cursor.fetchone() or ()
+        finally:
+            session.close()
+    assert found == ["0", "0", 0]
+
+
 @pytest.mark.parametrize(("folder", "refused"), [("local", False), ("share", True), ("share/with space", False)])
 def test_network_file_system(tmp_path: Path, folder: str, refused: bool) -> None:
     (tmp_path / "share" / "with space").mkdir(parents=True)
