@@ -1,5 +1,7 @@
 """The ledger's database: a SQLite file or PostgreSQL, and what is done when it is locked, away or damaged."""
 
+import os
+import re
 import sqlite3
 import time
 from contextlib import closing
@@ -180,9 +182,14 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 # fmt: off
 NETWORK_FILE_SYSTEMS = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "wekafs",
-    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+    "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "virtiofs", "vboxsf", "afs", "ceph", "lustre", "gpfs",
+    "beegfs", "glusterfs", "wekafs", "ocfs2", "gfs2", "panfs", "orangefs", "pvfs2", "coda",
 })
+LOCAL_FUSE = frozenset({
+    "fuse.fuse-overlayfs", "fuse.ext2", "fuse.fuse-ext2", "fuse.ext4", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat",
+    "fuse.zfs", "fuse.gocryptfs", "fuse.encfs", "fuse.securefs",
+})
+"""Most others are network file systems, of which there are ever new ones."""
 # fmt: on
 
 
@@ -195,12 +202,13 @@ def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) 
         return
     folder = file.parent.resolve()
     found, kind = Path(), ""
-    for line in mounts.read_text().splitlines():
-        _, point, fs_type, *_ = line.split(" ")
-        place = Path(point.encode().decode("unicode_escape"))
+    for line in mounts.read_bytes().splitlines():
+        _, point, fs_type, *_ = line.split(b" ")
+        # Spaces and the like are octal escapes, all else are the name's own bytes.
+        place = Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point)))
         if folder.is_relative_to(place) and len(place.parts) >= len(found.parts):
-            found, kind = place, fs_type
-    if kind in NETWORK_FILE_SYSTEMS:
+            found, kind = place, fs_type.decode()
+    if kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE):
         raise Refusal(
             f"the SQLite ledger {file} lies on a network file system ({kind} at {found}), where SQLite is not safe: "
             "put the run folder on a local disk, or set ledger.url to a PostgreSQL database"

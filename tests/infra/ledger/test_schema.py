@@ -1,4 +1,5 @@
 import sqlite3
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_network_file_system(tmp_path: Path, folder: str, refused: bool) -> None
             refuse_network_file_system(file, mounts)
     else:
         refuse_network_file_system(file, mounts)
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "refused"),
+    [
+        ("größe", "nfs4", True),
+        ("a", "virtiofs", True),
+        ("a", "fuse.ceph-fuse", True),
+        ("a", "fuse.unheard-of", True),
+        ("a", "fuse.fuse-overlayfs", False),
+        ("a", "fuseblk", False),
+    ],
+)
+def test_file_systems_of_networks(folder: str, kind: str, refused: bool, tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw 0 0\nx {tmp_path / folder} {kind} rw 0 0\n")
+    (tmp_path / folder).mkdir()
+    with pytest.raises(ValueError, match=kind) if refused else nullcontext():
+        refuse_network_file_system(tmp_path / folder / "ledger.sqlite", mounts)
 
 
 def test_network_file_system_is_not_checked_without_a_mount_table(tmp_path: Path) -> None:
