@@ -76,7 +76,8 @@ def open_engine(url: str) -> sa.Engine:
     """Connect to a ledger's database, making its tables where they are missing.
 
     Raises Refusal for a URL of another database, for a missing folder, for a SQLite file on a network file system,
-    and for a file that is no database. Connections that carry the execution option `reads=True` take no write lock.
+    for a file that is no database, and for tables of another version. Connections that carry the execution option
+    `reads=True` take no write lock.
     """
     address = _database(url)
     if address.get_backend_name() == "postgresql":
@@ -85,17 +86,26 @@ def open_engine(url: str) -> sa.Engine:
         engine = _sqlite_engine(address, Path(str(address.database)))
     with engine.begin() as connection:
         lock_schema(connection)
+        _refuse_other_version(connection)
         metadata.create_all(connection)
     return engine
 
 
 def check_server(url: str) -> None:
-    """Raise Refusal, with the reason, where `url` names no database that a ledger could be in."""
+    """Raise Refusal, with the reason, where `url` names no database that a ledger of this version could be in."""
     address = _database(url)
     if address.get_backend_name() == "sqlite":
-        return _check_sqlite(Path(str(address.database)))
+        file = Path(str(address.database))
+        _check_sqlite(file)
+        if file.exists():
+            with sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S}).connect() as connection:
+                _refuse_other_version(connection)
+        return
     try:
-        sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
+        with sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect() as connection:
+            _refuse_other_version(connection)
+    except Refusal:
+        raise
     except OperationalError as error:
         raise Refusal(
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
@@ -103,6 +113,20 @@ def check_server(url: str) -> None:
         ) from error
     except (SQLAlchemyError, ValueError) as error:
         raise Refusal(f"ledger.url {url!r} cannot be used: {error}. Correct it, or leave it out") from error
+
+
+def _refuse_other_version(connection: sa.Connection) -> None:
+    """Raise Refusal where a table of the ledger's names has other columns: none is ever changed, only made."""
+    found = sa.inspect(connection).get_multi_columns(filter_names=list(metadata.tables))
+    for (_, name), columns in found.items():
+        expected = set(metadata.tables[name].columns.keys())
+        if {column["name"] for column in columns} != expected:
+            raise Refusal(
+                f"the ledger {connection.engine.url.render_as_string()} was made by another version of Draftsmith, or "
+                f"by another program: its table {name} has other columns. Finish its runs with that version and drop "
+                f"{', '.join(sorted(metadata.tables))}, or name another database in ledger.url; a run whose ledger is "
+                "a file in its folder cannot be resumed with this version"
+            )
 
 
 def _postgresql_engine(address: sa.URL) -> sa.Engine:

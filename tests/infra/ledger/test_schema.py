@@ -10,6 +10,7 @@ from infra.ledger.database import check_server, refuse_network_file_system
 from infra.ledger.ledger import Ledger
 from infra.network.ports import HOST, lasting_ports
 from infra.records.data_path import SampleProgress
+from infra.refusal import Refusal
 from infra.servers.postgres import PostgresServer
 
 
@@ -126,3 +127,14 @@ def test_unusable_urls_are_refused(url: str, message: str) -> None:
 def test_a_server_that_does_not_answer_is_refused_before_a_run() -> None:
     with pytest.raises(ValueError, match=r"does not let us in: .*Start the server, correct the URL"):
         check_server(f"postgresql+psycopg://nobody@{HOST}:{lasting_ports(1)[0]}/none")
+
+
+def test_tables_of_another_version_are_refused_before_a_run(url: str) -> None:
+    """Nothing changes the tables that are there, so a column would be missed only by the first lease."""
+    Ledger.open(url, "run").close()
+    check_server(url)
+    with sa.create_engine(url).begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE samples DROP COLUMN answer")
+    for attempt in (check_server, lambda url: Ledger.open(url, "run")):
+        with pytest.raises(Refusal, match=r"^the ledger .*another version of .* table samples has other"):
+            attempt(url)
