@@ -28,6 +28,10 @@ def deploy(
         list[str] | None,
         typer.Option("--notify", metavar="TYPE/NAME", help="A notification block to tell, as slack-webhook/ops."),
     ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="FOLDER", help="Where runs start, on the worker; default: as before."),
+    ] = None,
     pause: Annotated[
         bool | None,
         typer.Option("--pause/--no-pause", help="Deploy without starting any schedule, or start them again."),
@@ -38,19 +42,22 @@ def deploy(
     Options that are left out stay as they were, and so does what was changed in Prefect's page.
     """
     from models.config.recipe import load_recipe
-    from tasks.draft_deployments import DeployOptions, deploy_draft, remembered
+    from tasks.draft_deployments import DeployOptions, deploy_draft, folder_in_force, remembered
 
-    config, folder = load_recipe(recipe, overrides), _folder()
-    before = remembered(config.draft_name)
+    config, logs = load_recipe(recipe, overrides), _folder()
+    before, place = remembered(config.draft_name), folder_in_force(config.draft_name)
+    wanted = str(folder.absolute()) if folder else place or str(Path.cwd())
     options = DeployOptions(
         cron=cron or before.cron,
         watch=tuple(watch or before.watch),
         requests=requests or before.requests,
         notify=tuple(notify or before.notify),
         paused=before.paused if pause is None else pause,
+        folder=wanted,
     )
-    names, stays = deploy_draft(folder, config, options)
+    names, stays = deploy_draft(logs, config, options)
     print(f"{config.draft_name} in {public(prefect_api_url() or '')}: {', '.join(names)}")
+    print(f"Runs start in {wanted}" + (f", before in {place}" if place not in (None, wanted) else ""))
     if stays:
         print("Stays as it was changed in Prefect:", *stays, sep="\n  ")
     print(f"To train it now: prefect deployment run retrain/{config.name}")

@@ -67,6 +67,9 @@ def up(
     ] = False,
     prefect_port: PrefectPort = None,
     mlflow_port: MlflowPort = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", metavar="", help="Replace prefect.yaml's deployments of another folder.")
+    ] = False,
 ) -> None:
     """Start Prefect, MLflow, PostgreSQL, S3 and workers on this machine, with the deployments of prefect.yaml."""
     from infra.servers.stack import RESTARTS, start_everything
@@ -74,7 +77,7 @@ def up(
     if not Path("prefect.yaml").is_file():
         raise Refusal(f"there is no prefect.yaml in {Path.cwd()}: run this in the project's folder")
     if background:
-        _start_in_background(_folder("stack"), prefect_port, mlflow_port)
+        _start_in_background(_folder("stack"), prefect_port, mlflow_port, take_over)
         return
 
     def start(stack: "Stack") -> tuple[str, Mapping[str, str]]:
@@ -83,7 +86,7 @@ def up(
             _port("Prefect", prefect_port, PREFECT_PORT, taken),
             _port("MLflow", mlflow_port, MLFLOW_PORT, taken),
         )
-        return _where(*map(_local, ports)), start_everything(stack, *ports)
+        return _where(*map(_local, ports)), start_everything(stack, *ports, take_over)
 
     _serve("stack", start, RESTARTS)
 
@@ -167,11 +170,12 @@ def _running(url: str) -> str:
     return f"{public(url).rstrip('/')} (was running already)"
 
 
-def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None) -> None:
+def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: int | None, take_over: bool) -> None:
     """Start `draftsmith up` in its own session, and wait until it prints the addresses."""
     command = [sys.executable, "-c", "from flows.command_line import main; main()", "up"]
     for option, port in (("--prefect-port", prefect_port), ("--mlflow-port", mlflow_port)):
         command += [option, str(port)] if port else []
+    command += ["--take-over"] if take_over else []
     folder.mkdir(parents=True, exist_ok=True)
     log, addresses = folder / "up.log", folder / "addresses"
     before = addresses.stat().st_mtime_ns if addresses.is_file() else 0

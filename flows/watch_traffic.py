@@ -28,9 +28,9 @@ def watch_traffic(config: WatchConfig) -> str:
     look = judge_traffic(report_unknown(observe_traffic(config)))
     if change := look.change:
         fresh = change.retrains and config.requests
-        look = announce_change(look, change, sample_requests(config.draft, fresh) if fresh else None)
+        look = announce_change(look, change, sample_requests(config, fresh) if fresh else None)
     for finding in look.findings:
         if finding.event is not None:
             fresh = finding.event == "drifted" and config.requests
-            look = announce(look, finding, sample_requests(config.draft, fresh) if fresh else None)
+            look = announce(look, finding, sample_requests(config, fresh) if fresh else None)
     return show_traffic(look)

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infra.records.data_path import CaptureSpec
 from infra.records.servers import ServerMachines
@@ -256,17 +256,37 @@ def prefect_home() -> Path:
 
 
 def prefect_api_url() -> str | None:
-    """The Prefect server of flows: $PREFECT_API_URL, or the active profile's; None: each flow starts its own."""
-    url = os.environ.get("PREFECT_API_URL")
-    if url:
+    """The Prefect server of flows, from where Prefect's client takes it; None: each flow starts its own.
+
+    In this order: $PREFECT_API_URL; .env, prefect.toml and pyproject.toml in the working folder; the active profile.
+    Prefect's own settings are not asked, because importing them takes a second.
+    """
+    if url := os.environ.get("PREFECT_API_URL") or _dotenv("PREFECT_API_URL"):
         return url
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH", prefect_home() / "profiles.toml"))
-    try:
-        content = tomllib.loads(profiles.read_text())
-    except (FileNotFoundError, tomllib.TOMLDecodeError):
+    project = _toml(Path("pyproject.toml")).get("tool", {}).get("prefect", {})
+    for settings in (_toml(Path("prefect.toml")), project):
+        if url := settings.get("api", {}).get("url"):
+            return url
+    profiles = _toml(Path(os.environ.get("PREFECT_PROFILES_PATH", prefect_home() / "profiles.toml")))
+    active = os.environ.get("PREFECT_PROFILE") or profiles.get("active", "")
+    return profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+
+
+def _dotenv(name: str) -> str | None:
+    """A variable's value in the working folder's .env, with names of either case, as Prefect reads them."""
+    if not Path(".env").is_file():
         return None
-    active = os.environ.get("PREFECT_PROFILE") or content.get("active", "")
-    return content.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
+    from dotenv import dotenv_values
+
+    return {key.upper(): value for key, value in dotenv_values(".env").items()}.get(name)
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    """A file's content; empty where it is missing or no TOML."""
+    try:
+        return tomllib.loads(file.read_text())
+    except (FileNotFoundError, tomllib.TOMLDecodeError):
+        return {}
 
 
 def use_heartbeats() -> None:

@@ -57,8 +57,7 @@ def check_settings(run: RunWithTarget) -> None:
     if config.transport.kind == "mooncake":
         check_mooncake()
         choose_protocol(config.transport.protocol)
-    if config.ledger.url is not None:
-        check_server(config.ledger.url)
+    check_server(config.ledger.url or run.folder.ledger_url)
     draft = _draft(config, target)
     place = Path(target.path)
     _check_axes(config, place)

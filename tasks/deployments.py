@@ -7,6 +7,8 @@ that it does not matter from which folder or machine the next command comes. FOL
 """
 
 import argparse
+import platform
+import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from prefect.exceptions import ObjectNotFound
 from infra.processes.exit import run_main
 from infra.processes.process import Owner, module, start
 from infra.records.data_path import Record
+from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from tasks.side_effects import artifact_key
 
@@ -29,8 +32,10 @@ PAGE = 200
 Found = TypeVar("Found")
 Settings = Mapping[str, Any]
 """What an operator may change of a deployment. Schedules are known by slug, or by id if somebody added one without."""
-SHARED = "shared"
-"""Name of the record of prefect.yaml's own deployments."""
+RECOVER = "recover/recover"
+"""The one among prefect.yaml's own deployments that shows whose they are."""
+OTHERS_S = 2 * DEPLOY_S
+"""A command of another machine has ended, or died, after this time."""
 
 
 class Deployed(Record):
@@ -62,31 +67,51 @@ class DeploymentRecord(Block):
     options: dict[str, Any] | None = None
     """What a person asked for beside the recipe, of a draft's deployments."""
 
+    by: str | None = None
+    """Machine of that call."""
+    since: float = 0.0
+    """When it began, in seconds since 1970."""
+
     @classmethod
-    def of(cls, name: str) -> "DeploymentRecord":
-        """The record of that name, or an empty one."""
+    def of(cls, draft: str | None) -> "DeploymentRecord":
+        """The record of a draft's deployments, or of prefect.yaml's own; an empty one where there is none."""
         try:
-            return cls.load(artifact_key("deployed", name))  # pyright: ignore[reportReturnType]
+            return cls.load(_record_key(draft))  # pyright: ignore[reportReturnType]
         except ValueError:
             return cls()
 
-    def keep(self, name: str, **changes: Any) -> "DeploymentRecord":
+    def keep(self, draft: str | None, **changes: Any) -> "DeploymentRecord":
         """Store the record with these changes; returns it."""
-        changed = DeploymentRecord(**(self.model_dump(include={"last", "interrupted", "options"}) | changes))
-        changed.save(artifact_key("deployed", name), overwrite=True)
+        changed = DeploymentRecord(**(self.model_dump(include=RECORDED) | changes))
+        changed.save(_record_key(draft), overwrite=True)
         return changed
 
     @classmethod
-    def forget(cls, name: str) -> None:
-        """Remove the record of that name, if there is one."""
+    def forget(cls, draft: str) -> None:
+        """Remove the draft's record, if there is one."""
         with suppress(ValueError):
-            cls.delete(artifact_key("deployed", name))
+            cls.delete(_record_key(draft))
+
+    def refuse_other(self, what: str) -> None:
+        """Raise Refusal while another machine deploys the same: each would restore what it found half done."""
+        if self.interrupted and self.by != platform.node() and time.time() - self.since < OTHERS_S:
+            raise Refusal(
+                f"{what}: a command on {self.by} deploys the same since {time.time() - self.since:.0f} s: try again "
+                f"when it has ended; one that died is passed over after {OTHERS_S:.0f} s"
+            )
+
+
+RECORDED = {"last", "interrupted", "options", "by", "since"}
+
+
+def _record_key(draft: str | None) -> str:
+    return "deployed-stack" if draft is None else artifact_key("deployed-draft", draft)
 
 
 def deploy(
     folder: Path,
     file: Path = Path("prefect.yaml"),
-    name: str = SHARED,
+    draft: str | None = None,
     only: Collection[str] | None = None,
     locks: tuple[int, ...] = (),
 ) -> list[str]:
@@ -94,20 +119,23 @@ def deploy(
 
     Returns what was changed in Prefect and stays, as in `retrain/mine: parameters.config.seed`.
 
-    `name` is that of the record. `only` names the file's deployments (FLOW/NAME) and automations: what is kept of an
-    interrupted call is soon out of date for all others. None: all are the file's.
+    `draft`: whose deployments they are; None: prefect.yaml's own. `only` names the file's deployments (FLOW/NAME) and
+    automations: what is kept of an interrupted call is soon out of date for all others. None: all are the file's.
 
     `locks`: descriptors of locks that stay held until Prefect's command is gone, which a killed process leaves behind
     for a moment.
 
-    Raises ProcessFailedError with Prefect's own words, and TimeoutError.
+    Raises ProcessFailedError with Prefect's own words, TimeoutError, and Refusal while another machine deploys the
+    same.
     """
     with get_client(sync_client=True) as client:
         for pool in WORK_POOLS:
             _ensure_pool(client, pool)
-        record = DeploymentRecord.of(name)
+        record = DeploymentRecord.of(draft)
+        record.refuse_other(draft or str(file))
         before = Deployed.model_validate(record.interrupted or _read_all(client, only).model_dump(mode="json"))
-        record = record.keep(name, interrupted=before.model_dump(mode="json"))
+        under_way = {"interrupted": before.model_dump(mode="json"), "by": platform.node(), "since": time.time()}
+        record = record.keep(draft, **under_way)
         command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks))
         whole = False
@@ -122,8 +150,33 @@ def deploy(
             last = Deployed.model_validate(record.last) if record.last else before
             stays = _restore(client, before, last, fresh)
             last = fresh if whole else last.over(before, fresh)
-            record.keep(name, last=last.model_dump(mode="json"), interrupted=None)
+            record.keep(draft, last=last.model_dump(mode="json"), interrupted=None)
     return stays
+
+
+def folder_of(deployment: DeploymentResponse) -> str | None:
+    """The folder in which a deployment's runs start, which holds its runs folder by default."""
+    return deployment.job_variables.get("working_dir")
+
+
+def recovery_folder(client: SyncPrefectClient) -> str | None:
+    """The folder in which `recover` starts; None where prefect.yaml is not deployed."""
+    try:
+        return folder_of(client.read_deployment_by_name(RECOVER))
+    except ObjectNotFound:
+        return None
+
+
+def refuse_other_installation(folder: Path) -> None:
+    """Raise Refusal where prefect.yaml's own deployments were deployed from another folder than this one."""
+    with get_client(sync_client=True) as client:
+        theirs = recovery_folder(client)
+    if theirs and Path(theirs).resolve() != folder.resolve():
+        raise Refusal(
+            f"`recover` and the other deployments of prefect.yaml start in {theirs}, and this is {folder}: they belong "
+            "to another installation. Let each team have a Prefect workspace and an MLflow of its own; where the "
+            "project has moved, take them over with `draftsmith up --take-over`"
+        )
 
 
 def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
@@ -233,7 +286,11 @@ def _update(kept: Settings) -> DeploymentUpdate:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    deploy(parser.parse_args().folder)
+    parser.add_argument("--take-over", action="store_true", help="also from another installation")
+    options = parser.parse_args()
+    if not options.take_over:
+        refuse_other_installation(Path.cwd())
+    deploy(options.folder)
 
 
 if __name__ == "__main__":

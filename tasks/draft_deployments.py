@@ -17,6 +17,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
+from infra.drift.config import WatchConfig
 from infra.files.atomic import write_atomically
 from infra.files.locks import Lock, LockHeldError, hold
 from infra.records.data_path import Record
@@ -24,7 +25,7 @@ from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from models.config.data import LIVE
 from models.config.recipe import RunConfig
-from tasks.deployments import DeploymentRecord, all_pages, deploy
+from tasks.deployments import DeploymentRecord, all_pages, deploy, folder_of, recovery_folder
 from tasks.events import DRIFTED, EVERY, PROMOTED
 from tasks.side_effects import draft_tag
 
@@ -54,6 +55,8 @@ class DeployOptions(Record):
     notify: tuple[str, ...] = ()
     """Notification blocks, TYPE/NAME."""
     paused: bool = False
+    folder: str | None = None
+    """Where runs start; None: the current folder."""
     taken_over: tuple[UUID, ...] = ()
     """Automations that were paused because this deployment does the same."""
 
@@ -62,8 +65,8 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tup
     """Create or update the deployments of a recipe's draft; what an operator changed stays.
 
     Returns their names, and what stays. `folder` is for the lock, Prefect's file and logs. Raises Refusal for a
-    schedule that cannot be read, for a notification block that is not there, and while another command deploys this
-    draft.
+    schedule or an address that cannot be used, for a notification block that is not there, and while another command
+    deploys this draft.
     """
     if options.cron:
         _check_cron(options.cron)
@@ -102,6 +105,12 @@ def _check_owner(client: SyncPrefectClient, draft: str, names: Collection[str]) 
                 f"{_name(client, one)} is deployed for {other}, and the recipe is {draft}'s now: "
                 f"`draftsmith undeploy {other}` first, or give the recipe another name"
             )
+
+
+def folder_in_force(draft: str) -> str | None:
+    """The folder in which the draft's runs start by what is deployed; before its first deployment that of `recover`."""
+    with get_client(sync_client=True) as client:
+        return next(filter(None, map(folder_of, of_draft(client, draft))), None) or recovery_folder(client)
 
 
 def _check_cron(cron: str) -> None:
@@ -172,12 +181,25 @@ def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, A
     nightly = _deployment("benchmark_champion.benchmark_champion", config, options, named, resumable=True, limit=SKIP)
     yield nightly | {"schedules": [_schedule("nightly", "0 2 * * *", options) | {"active": False}]}
     if options.watch:
-        watched: dict[str, Any] = {"draft": draft, "servers": list(options.watch)}
-        watched["traffic"] = config.promotion.traffic.sampling
-        if options.requests:
-            watched["requests"] = {"folder": options.requests}
-        watch = _deployment("watch_traffic.watch_traffic", config, options, {"config": watched}, limit=SKIP)
+        watched = {"config": _watched(config, options)}
+        watch = _deployment("watch_traffic.watch_traffic", config, options, watched, limit=SKIP)
         yield watch | {"schedules": [{"slug": "every-quarter-hour", "interval": 900, "active": not options.paused}]}
+
+
+def _watched(config: RunConfig, options: DeployOptions) -> dict[str, Any]:
+    """Settings of the watch. Raises Refusal for an address that it would not take: Prefect's schema would say so only
+    after the address, perhaps with a password, was written down."""
+    watched: dict[str, Any] = {"draft": config.draft_name, "servers": list(options.watch)}
+    watched["traffic"] = config.promotion.traffic.sampling
+    if options.requests:
+        watched["requests"] = {"folder": options.requests}
+    try:
+        WatchConfig.model_validate(watched)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        option = "--requests" if fault["loc"][0] == "requests" else "--watch"
+        raise Refusal(f"{option} {fault['input']}: {fault['msg']}") from None
+    return watched
 
 
 def _deployment(
@@ -190,7 +212,10 @@ def _deployment(
     limit: dict[str, Any] | None = None,
     pool: str = WORK_POOLS[0],
 ) -> dict[str, Any]:
-    variables = {"working_dir": "{{ $PWD }}", "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)}}
+    variables = {
+        "working_dir": options.folder or "{{ $PWD }}",
+        "env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S)},
+    }
     flow = entrypoint.rpartition(".")[2].replace("_", "-")
     found: dict[str, Any] = {
         "name": config.name,

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
+from prefect.client.orchestration import SyncPrefectClient
 
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.decision import RECENT, DriftFinding, assess
@@ -26,9 +27,12 @@ from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import CHAMPION, RUN, list_drafts, read_request_counts
+from tasks.deployments import all_pages
 from tasks.events import DEGRADED, DRIFTED, FAILED, UNKNOWN, tell
 from tasks.side_effects import artifact_key, side_effect
 
+WATCH = "flows.watch_traffic.watch_traffic"
+"""Entry point of the deployments that watch traffic."""
 ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
@@ -80,7 +84,22 @@ class TrafficScan:
 
 
 def _store(config: WatchConfig) -> TrafficStore:
-    return TrafficStore(config.folder or str(runs_folder() / "drift"))
+    return traffic_store(config.folder)
+
+
+def traffic_store(folder: str | None) -> TrafficStore:
+    """Where traffic is kept by a watch with this `folder`."""
+    return TrafficStore(folder or str(runs_folder() / "drift"))
+
+
+def watch_folders(client: SyncPrefectClient) -> dict[str, str | None]:
+    """The `folder` of each draft's watch, by its deployment."""
+    found = dict[str, str | None]()
+    for deployment in all_pages(client.read_deployments):
+        if deployment.entrypoint == WATCH:
+            config = deployment.parameters.get("config") or {}
+            found[str(config.get("draft"))] = config.get("folder")
+    return found
 
 
 @side_effect("observe traffic")
@@ -93,6 +112,8 @@ def observe_traffic(config: WatchConfig) -> TrafficScan:
     seen = scrape(config.servers, config.timeout_s)
     for url, why in seen.silent.items():
         get_run_logger().warning("%s does not answer: %s", public(url), why)
+    for gone in _store(config).remove_prompts(config.draft, config.prompt_days, time.time()):
+        get_run_logger().info("removed %s", gone)
     before = _store(config).read(config.draft)
     found = identify_all(before, seen, drafts)
     versions = {url: identity.version for url, identity in found.items()}
@@ -164,9 +185,12 @@ def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> R
 
 
 @side_effect("sample requests")
-def sample_requests(draft: str, logs: RequestLogConfig) -> PromptsRecord:
-    """Sample fresh prompts from the request logs, without secrets and personal data, in a child process."""
-    folder = runs_folder() / "drift" / draft
+def sample_requests(watch: WatchConfig, logs: RequestLogConfig) -> PromptsRecord:
+    """Sample fresh prompts from the request logs, without secrets and personal data, in a child process.
+
+    They are kept beside the traffic's windows, where the worker that retrains can read them.
+    """
+    folder = runs_folder() / "drift" / watch.draft
     settings = folder / "requests.json"
     write_atomically(settings, logs)
     command = module("models.data.request_log", settings, folder)
@@ -175,7 +199,8 @@ def sample_requests(draft: str, logs: RequestLogConfig) -> PromptsRecord:
         process.wait(SAMPLING_TIMEOUT_S, on_line=get_run_logger().info)
     finally:
         process.stop()
-    return PromptsRecord.read(folder / "prompts.json")
+    found = PromptsRecord.read(folder / "prompts.json")
+    return found.model_copy(update={"path": _store(watch).keep_prompts(watch.draft, Path(found.path))})
 
 
 @side_effect("announce alarm")

@@ -1,11 +1,13 @@
 """Leases devices, runs processes on them, and limits what runs at the same time."""
 
+import hashlib
 import platform
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
-from httpx import HTTPError
+from httpx import HTTPError, HTTPStatusError, codes
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -136,11 +138,16 @@ def _queued(pools: LocalPools, specs: Sequence[PoolSpec], wait_s: float) -> Iter
     if gpus == 0 or prefect_is_private():
         yield
         return
-    queue = f"gpus-of-{platform.node()}"
+    queue = gpu_queue(pools.gpus)
     if wait_s > PROMPT_S:
         get_run_logger().info("waiting for %d of %d GPUs (concurrency limit %s)", gpus, there_are, queue)
     with occupy(queue, gpus, there_are, wait_s):  # the locks hold even if the server is away for longer than a lease
         yield
+
+
+def gpu_queue(gpus: Iterable[str]) -> str:
+    """The limit of this machine's flows that may use these GPUs. Workers that divide a machine's GPUs have one each."""
+    return f"gpus-of-{platform.node()}-{hashlib.sha256(','.join(sorted(gpus)).encode()).hexdigest()[:6]}"
 
 
 def _busy(_task: Task, _run: TaskRun, state: State) -> bool:
@@ -163,16 +170,38 @@ def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
 
     Raises TimeoutError or ConcurrencySlotAcquisitionError if they do not become free within `wait_s` seconds.
     """
+    deadline = time.monotonic() + wait_s
+    with ExitStack() as place:
+        while True:
+            _set_limit(limit, of)
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                # A server that is away for longer than a lease must not end the flow.
+                held = concurrency(
+                    limit, slots, timeout_seconds=left_s, lease_duration=LEASE_S, strict=True,
+                    raise_on_lease_renewal_failure=False,
+                )  # fmt: skip
+                place.enter_context(held)
+                break
+            except ConcurrencySlotAcquisitionError as error:
+                if left_s < LOOK_AGAIN_S or not _was_lowered(error):
+                    raise
+                time.sleep(LOOK_AGAIN_S)
+        yield
+
+
+def _set_limit(name: str, of: int) -> None:
     with get_client(sync_client=True) as client:
         try:
-            client.upsert_global_concurrency_limit_by_name(limit, of)
+            client.upsert_global_concurrency_limit_by_name(name, of)
         except ObjectAlreadyExists:  # another flow created it between the client's look and its own attempt
-            client.upsert_global_concurrency_limit_by_name(limit, of)
-    # A server that is away for longer than a lease must not end the flow.
-    with concurrency(
-        limit, slots, timeout_seconds=wait_s, lease_duration=LEASE_S, strict=True, raise_on_lease_renewal_failure=False
-    ):
-        yield
+            client.upsert_global_concurrency_limit_by_name(name, of)
+
+
+def _was_lowered(error: ConcurrencySlotAcquisitionError) -> bool:
+    """Whether somebody made the limit smaller than what is asked for, while this flow waited."""
+    cause = error.__cause__
+    return isinstance(cause, HTTPStatusError) and cause.response.status_code == codes.UNPROCESSABLE_ENTITY
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from infra.run.ownership import is_owned
 from infra.run.recovery import ATTEMPTS, newest_step, note_recovery
 from models.config.recipe import read_config
 from tasks.events import GIVEN_UP, draft_of, tell
-from tasks.run import folder_of_flow_run
+from tasks.run import RunsPlace, folder_of_flow_run
 from tasks.side_effects import side_effect
 
 
@@ -71,6 +71,8 @@ def look_at(flow_run: str) -> DeadRun | None:
     """The flow run, if it belongs to one of our deployments, is really dead, and is to be resumed.
 
     One whose heartbeats ended is set to Crashed, or to Cancelled where a person had cancelled it.
+
+    Raises Refusal, and changes nothing, where the flow run keeps its run in a folder that is not seen here.
     """
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(UUID(flow_run))
@@ -90,6 +92,8 @@ def look_at(flow_run: str) -> DeadRun | None:
         if state != StateType.CRASHED and state not in UNFINISHED:
             get_run_logger().info("%s has ended as %s: nothing to do", found.name, found.state_name)
             return None
+        if dead.folder is None:
+            _refuse_elsewhere(found)
         if state == StateType.CANCELLING:
             client.set_flow_run_state(found.id, Cancelled(message="cancelled; its worker had died"), force=True)
             return None
@@ -97,6 +101,17 @@ def look_at(flow_run: str) -> DeadRun | None:
             message = "no heartbeat, and no process: worker and flow died"
             client.set_flow_run_state(found.id, Crashed(message=message), force=True)
     return dead
+
+
+def _refuse_elsewhere(flow_run: FlowRun) -> None:
+    """Raise Refusal where the flow run keeps its run elsewhere: whether that lives can be seen only there."""
+    there, here = RunsPlace.of(flow_run.labels), RunsPlace.here()
+    if there and there != here:
+        raise Refusal(
+            f"{flow_run.name} keeps its run in {there}, and `recover` looks in {here}: nothing was changed. Give the "
+            "workers of both work pools one runs folder under one path ($DRAFTSMITH_RUNS); if the run is dead, resume "
+            f"it on {there.host} with `draftsmith retrain --resume RUN`"
+        )
 
 
 def _is_ours(client: SyncPrefectClient, flow_run: FlowRun) -> bool:

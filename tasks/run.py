@@ -1,13 +1,18 @@
 """Opens a run: its folder, its locks, its place in shared memory."""
 
+import platform
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+from uuid import UUID
 
 from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
 from prefect.runtime import flow_run as this_flow_run
 
 from infra.files.atomic import write_atomically
@@ -17,11 +22,33 @@ from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.run.device_time import end_leases
 from infra.run.ownership import own_run
-from infra.settings import runs_folder, tracking_uri
+from infra.settings import prefect_is_private, runs_folder, tracking_uri
 from models.config.recipe import RunConfig, read_config, without_placement
 
 FLOW_RUN = "flow_run"
 """File in the run folder: id of the flow run that made it."""
+HOST_LABEL, RUNS_LABEL = "draftsmith.host", "draftsmith.runs"
+"""Labels of a flow run: where it keeps its run."""
+
+
+class RunsPlace(NamedTuple):
+    """A folder of runs, and the machine that sees it under this path."""
+
+    host: str
+    runs: str
+
+    def __str__(self) -> str:
+        return f"{self.runs} on {self.host}"
+
+    @classmethod
+    def here(cls) -> "RunsPlace":
+        """Where this process keeps runs."""
+        return cls(platform.node(), str(runs_folder()))
+
+    @classmethod
+    def of(cls, labels: Mapping[str, Any]) -> "RunsPlace | None":
+        """Where a flow run with these labels keeps its run; None: it has opened none."""
+        return cls(str(labels[HOST_LABEL]), str(labels[RUNS_LABEL])) if RUNS_LABEL in labels else None
 
 
 @dataclass(frozen=True)
@@ -56,12 +83,24 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
 
     Raises Refusal where another process owns it, or where the folder belongs to another configuration.
     """
+    _label_flow_run()
     folder = run_named(name) if name else _folder_of_this_flow_run(config)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
         end_leases(folder)
         get_run_logger().info("run folder: %s", folder.path)
         yield OpenRun(config, folder, owner)
+
+
+def _label_flow_run() -> None:
+    """Tell Prefect where this flow run keeps its run. `recover` may look into another folder, and must not take a run
+    for dead because it does not see it."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or prefect_is_private():
+        return
+    place = RunsPlace.here()
+    with get_client(sync_client=True) as client:
+        client.update_flow_run_labels(UUID(str(context.flow_run.id)), {HOST_LABEL: place.host, RUNS_LABEL: place.runs})
 
 
 def _folder_of_this_flow_run(config: RunConfig) -> RunFolder:

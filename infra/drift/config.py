@@ -81,8 +81,12 @@ class WatchConfig(StrictConfig):
     requests: RequestLogConfig | None = Field(
         default=None, description="Request logs for fresh prompts; default: retraining uses the recipe's own data."
     )
+    prompt_days: float = Field(
+        default=60.0, gt=0, le=100_000, description="Fresh prompts in `folder` are removed after this many days."
+    )
     folder: Address | None = Field(
-        default=None, description="Where windows are kept, a folder or s3:// URL; default: drift/ in the runs folder."
+        default=None,
+        description="Folder or s3:// URL of windows and fresh prompts; default: drift/ in the runs folder.",
     )
     tracking_uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."

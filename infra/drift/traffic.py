@@ -10,8 +10,10 @@ The drift test's state is a function of a series alone, so a restart of the watc
 """
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from uuid import NAMESPACE_URL, UUID, uuid5
 
@@ -25,8 +27,10 @@ from infra.records.data_path import Record
 
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
-PRIVATE = 0o600
 DAY_S = 86_400.0
+PROMPTS = "prompts-*.jsonl"
+"""Names of samples of users' prompts."""
+PRIVATE, SHARED = 0o600, 0o640
 
 
 class ServedSeries(Record):
@@ -326,12 +330,13 @@ class TrafficRecord(Record):
 
 
 class TrafficStore:
-    """Where traffic records are kept."""
+    """A folder, or an address of S3, with traffic records and the prompts that came with their alarms."""
 
     def __init__(self, folder: str):
         self._files, root = fsspec.core.url_to_fs(folder)
         self._root = root.rstrip("/")
         self._local = "file" in self._files.protocol
+        self._address = self._root if self._local else folder.rstrip("/")
 
     def read(self, draft: str) -> TrafficRecord:
         """The draft's record; empty if there is none yet."""
@@ -346,9 +351,41 @@ class TrafficStore:
         """Whole or not at all: a local file is renamed, an S3 object appears at its end."""
         data = json.dumps(record.model_dump(mode="json"), separators=(",", ":")).encode()
         if self._local:
-            write_atomically(Path(self._path(record.draft)), data, PRIVATE)
+            write_atomically(Path(self._path(record.draft)), data)
         else:
             self._files.pipe_file(self._path(record.draft), data)
 
+    def keep_prompts(self, draft: str, sample: Path) -> str:
+        """Move a sample of users' prompts beside the draft's record; its address, for a recipe's `data.source`.
+
+        A local one is its owner's alone, and the group's to read where the folder hands its group on (`chmod g+s`).
+        """
+        name, data = sample.name, sample.read_bytes()
+        if not self._local:
+            self._files.pipe_file(f"{self._root}/{draft}/{name}", data)
+            sample.unlink()
+            return f"{self._address}/{draft}/{name}"
+        kept = Path(self._root).absolute() / draft / name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, data, SHARED if kept.parent.stat().st_mode & stat.S_ISGID else PRIVATE)
+        if kept != sample.absolute():
+            sample.unlink()
+        return str(kept)
+
+    def remove_prompts(self, draft: str, days: float, now: float) -> list[str]:
+        """Remove the draft's samples of prompts that are older than `days`; their addresses."""
+        self._files.invalidate_cache()
+        gone = []
+        for path in self._files.glob(f"{self._root}/{draft}/{PROMPTS}"):
+            if now - self._files.modified(path).timestamp() > days * DAY_S:
+                self._files.rm_file(path)
+                gone.append(str(path))
+        return gone
+
     def _path(self, draft: str) -> str:
         return f"{self._root}/{draft}/traffic.json"
+
+
+def is_prompt_sample(source: str) -> bool:
+    """Whether a recipe's `data.source` is a sample of users' prompts that came with an alarm, wherever it is kept."""
+    return fnmatch(source.rpartition("/")[2], PROMPTS)

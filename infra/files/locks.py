@@ -21,8 +21,8 @@ from infra.files.folders import make_folder
 POLL_S = 0.1
 SWEEP_S = 2.0
 """A sweep that looks at a folder holds its lock for less."""
-OWN, EVERYBODY = 0o644, 0o666
-"""Modes of lock files: for one user's processes, and for those of every user of the machine."""
+LOCK_FILE = 0o666
+"""Mode of lock files, less the umask: whoever shares a folder of runs among a group opens its locks for writing."""
 SHARED_FOLDER = 0o1777
 """Everybody may create files there, and remove only their own."""
 
@@ -42,7 +42,7 @@ class Lock:
 @contextmanager
 def hold(path: Path, wait_s: float = 0.0) -> Iterator[Lock]:
     """Hold the exclusive lock at `path`; raises LockHeldError when it is not free within `wait_s` seconds."""
-    descriptor = _lock(path, wait_s, OWN)
+    descriptor = _lock(path, wait_s)
     try:
         yield Lock(path, descriptor)
     finally:
@@ -57,18 +57,18 @@ def hold_among_users(path: Path) -> Iterator[Lock]:
     for a folder or file that is a symbolic link, which another user might have placed there.
     """
     _make_shared_folder(path.parent)
-    descriptor = _lock(path, 0.0, EVERYBODY)
+    descriptor = _lock(path, 0.0, for_everybody=True)
     try:
         yield Lock(path, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _lock(path: Path, wait_s: float, mode: int) -> int:
+def _lock(path: Path, wait_s: float, for_everybody: bool = False) -> int:
     """A descriptor that holds the lock. The lock counts only if its file is still the one at `path`."""
     deadline = time.monotonic() + wait_s
     while True:
-        descriptor = _open(path, mode)
+        descriptor = _open(path, for_everybody)
         taken = _try(descriptor)
         if taken and _is_at(descriptor, path):
             return descriptor
@@ -79,7 +79,7 @@ def _lock(path: Path, wait_s: float, mode: int) -> int:
             time.sleep(POLL_S)
 
 
-def _open(path: Path, mode: int) -> int:
+def _open(path: Path, for_everybody: bool) -> int:
     """Open the lock file; create it if it is missing.
 
     It is opened for writing although nothing is ever written: NFS implements flock by locks of fcntl, and an exclusive
@@ -92,17 +92,17 @@ def _open(path: Path, mode: int) -> int:
             return os.open(path, flags)
         make_folder(path.parent)
         with suppress(FileExistsError, FileNotFoundError):
-            if mode == EVERYBODY:
+            if for_everybody:
                 _create_for_everybody(path)
             else:
-                return os.open(path, flags | os.O_CREAT | os.O_EXCL, mode)
+                return os.open(path, flags | os.O_CREAT | os.O_EXCL, LOCK_FILE)
 
 
 def _create_for_everybody(path: Path) -> None:
     """Create the file so that it appears with its mode, whatever the umask is: others may open it at once."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        os.fchmod(descriptor, EVERYBODY)
+        os.fchmod(descriptor, LOCK_FILE)
         os.link(name, path)
     finally:
         os.close(descriptor)

@@ -1,5 +1,7 @@
 """The ledger's database: a SQLite file or PostgreSQL, and what is done when it is locked, away or damaged."""
 
+import os
+import re
 import sqlite3
 import time
 from contextlib import closing
@@ -27,10 +29,12 @@ POSTGRESQL = {
     "keepalives_interval": 5,
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
+    # A transaction pooler gives each transaction another session, which does not know the statements of the last one.
+    "prepare_threshold": None,
 }
-"""libpq's settings: a server that vanished is given up within half a minute."""
+"""libpq's and the driver's settings: a server that vanished is given up within half a minute."""
 
-SESSION = {
+TRANSACTION = {
     # A client that freezes inside a transaction holds the run's row: its session is ended, and the lock with it.
     "idle_in_transaction_session_timeout": 30_000,
     # Longer than that, or those who wait for a frozen client would give up before it is gone.
@@ -41,7 +45,8 @@ SESSION = {
     "tcp_keepalives_interval": 5,
     "tcp_keepalives_count": 3,
 }
-"""Settings of every PostgreSQL session, in milliseconds unless noted."""
+"""Settings of every PostgreSQL transaction, in milliseconds unless noted. Set for a session they would reach, through a
+transaction pooler, other applications."""
 
 DRIVER = "postgresql+psycopg"
 SERVER_S = 30.0
@@ -71,7 +76,8 @@ def open_engine(url: str) -> sa.Engine:
     """Connect to a ledger's database, making its tables where they are missing.
 
     Raises Refusal for a URL of another database, for a missing folder, for a SQLite file on a network file system,
-    and for a file that is no database. Connections that carry the execution option `reads=True` take no write lock.
+    for a file that is no database, and for tables of another version. Connections that carry the execution option
+    `reads=True` take no write lock.
     """
     address = _database(url)
     if address.get_backend_name() == "postgresql":
@@ -80,17 +86,26 @@ def open_engine(url: str) -> sa.Engine:
         engine = _sqlite_engine(address, Path(str(address.database)))
     with engine.begin() as connection:
         lock_schema(connection)
+        _refuse_other_version(connection)
         metadata.create_all(connection)
     return engine
 
 
 def check_server(url: str) -> None:
-    """Raise Refusal, with the reason, where `url` names no database that a ledger could be in."""
+    """Raise Refusal, with the reason, where `url` names no database that a ledger of this version could be in."""
     address = _database(url)
     if address.get_backend_name() == "sqlite":
-        return _check_sqlite(Path(str(address.database)))
+        file = Path(str(address.database))
+        _check_sqlite(file)
+        if file.exists():
+            with sa.create_engine(address, connect_args={"timeout": BUSY_TIMEOUT_S}).connect() as connection:
+                _refuse_other_version(connection)
+        return
     try:
-        sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect().close()
+        with sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect() as connection:
+            _refuse_other_version(connection)
+    except Refusal:
+        raise
     except OperationalError as error:
         raise Refusal(
             f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
@@ -100,11 +115,25 @@ def check_server(url: str) -> None:
         raise Refusal(f"ledger.url {url!r} cannot be used: {error}. Correct it, or leave it out") from error
 
 
+def _refuse_other_version(connection: sa.Connection) -> None:
+    """Raise Refusal where a table of the ledger's names has other columns: none is ever changed, only made."""
+    found = sa.inspect(connection).get_multi_columns(filter_names=list(metadata.tables))
+    for (_, name), columns in found.items():
+        expected = set(metadata.tables[name].columns.keys())
+        if {column["name"] for column in columns} != expected:
+            raise Refusal(
+                f"the ledger {connection.engine.url.render_as_string()} was made by another version of Draftsmith, or "
+                f"by another program: its table {name} has other columns. Finish its runs with that version and drop "
+                f"{', '.join(sorted(metadata.tables))}, or name another database in ledger.url; a run whose ledger is "
+                "a file in its folder cannot be resumed with this version"
+            )
+
+
 def _postgresql_engine(address: sa.URL) -> sa.Engine:
     # A connection that was lost is noticed, and made anew, before a transaction begins on it.
     engine = sa.create_engine(address, pool_pre_ping=True, connect_args=POSTGRESQL)
     event.listen(engine, "do_connect", _connect_when_there)
-    event.listen(engine, "connect", _set_up_postgresql)
+    event.listen(engine, "begin", _begin_postgresql)
     return engine
 
 
@@ -116,11 +145,9 @@ def _connect_when_there(dialect: Any, _record: Any, arguments: Any, options: Any
     return wait_while(lambda _: True, lambda: dialect.connect(*arguments, **options), reason, SERVER_S, refused)
 
 
-def _set_up_postgresql(connection: Any, _record: Any) -> None:
-    with connection.cursor() as cursor:
-        for name, value in SESSION.items():
-            cursor.execute(f"SET {name} = {value}")
-    connection.commit()
+def _begin_postgresql(connection: sa.Connection) -> None:
+    # Without parameters the driver sends all of them at once.
+    connection.exec_driver_sql("; ".join(f"SET LOCAL {name} = {value}" for name, value in TRANSACTION.items()))
 
 
 def lock_schema(connection: sa.Connection) -> None:
@@ -179,9 +206,14 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 
 # fmt: off
 NETWORK_FILE_SYSTEMS = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "wekafs",
-    "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+    "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "9p", "virtiofs", "vboxsf", "afs", "ceph", "lustre", "gpfs",
+    "beegfs", "glusterfs", "wekafs", "ocfs2", "gfs2", "panfs", "orangefs", "pvfs2", "coda",
 })
+LOCAL_FUSE = frozenset({
+    "fuse.fuse-overlayfs", "fuse.ext2", "fuse.fuse-ext2", "fuse.ext4", "fuse.ntfs", "fuse.ntfs-3g", "fuse.exfat",
+    "fuse.zfs", "fuse.gocryptfs", "fuse.encfs", "fuse.securefs",
+})
+"""Most others are network file systems, of which there are ever new ones."""
 # fmt: on
 
 
@@ -194,12 +226,13 @@ def refuse_network_file_system(file: Path, mounts: Path = Path("/proc/mounts")) 
         return
     folder = file.parent.resolve()
     found, kind = Path(), ""
-    for line in mounts.read_text().splitlines():
-        _, point, fs_type, *_ = line.split(" ")
-        place = Path(point.encode().decode("unicode_escape"))
+    for line in mounts.read_bytes().splitlines():
+        _, point, fs_type, *_ = line.split(b" ")
+        # Spaces and the like are octal escapes, all else are the name's own bytes.
+        place = Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), point)))
         if folder.is_relative_to(place) and len(place.parts) >= len(found.parts):
-            found, kind = place, fs_type
-    if kind in NETWORK_FILE_SYSTEMS:
+            found, kind = place, fs_type.decode()
+    if kind in NETWORK_FILE_SYSTEMS or (kind.startswith("fuse.") and kind not in LOCAL_FUSE):
         raise Refusal(
             f"the SQLite ledger {file} lies on a network file system ({kind} at {found}), where SQLite is not safe: "
             "put the run folder on a local disk, or set ledger.url to a PostgreSQL database"

@@ -64,11 +64,19 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
 
 
 def is_owned(folder: RunFolder) -> bool:
-    """Whether a process runs this run now; waits for the last processes of a dead owner."""
+    """Whether a process runs this run now; waits for the last processes of a dead owner.
+
+    Raises Refusal for a run of another user that is not shared with this one.
+    """
     try:
         for lock in (folder.run_lock, folder.processes_lock):
             with hold(lock, wait_s=LAST_PROCESSES_S):
                 pass
     except LockHeldError:
         return True
+    except PermissionError as error:
+        raise Refusal(
+            f"run {folder.name} belongs to user {folder.path.stat().st_uid}, and {error.filename} cannot be opened: "
+            "let all users of a runs folder have one group, `chmod g+s` the folder, and run with umask 002"
+        ) from error
     return False

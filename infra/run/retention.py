@@ -1,6 +1,7 @@
 """Bounds what grows while schedules run: old runs, the cache, sampled prompts and logs."""
 
 import json
+import os
 import shutil
 import time
 from collections import defaultdict
@@ -23,10 +24,15 @@ COPY_BYTES = 2**20
 
 def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     """Finished runs except the newest `keep` of each recipe, unfinished ones unchanged for `unfinished_days`, and those
-    that learned from users longer ago than their recipes' `generator.live.retention_days`."""
+    that learned from users longer ago than their recipes' `generator.live.retention_days`.
+
+    Runs of other users that cannot be removed are named and passed over.
+    """
     finished: dict[str, list[RunFolder]] = defaultdict(list)
     old: list[RunFolder] = []
     for folder in newest_runs(runs):
+        if not _is_removable(folder.path):
+            continue
         recipe = _recipe_of(folder)
         live = recipe.get("generator", {}).get("live")
         if live and _is_older(folder.live, live["retention_days"]):
@@ -38,6 +44,18 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
     for of_recipe in finished.values():
         old += sorted(of_recipe, key=_touched, reverse=True)[keep:]
     return old
+
+
+def _is_removable(path: Path) -> bool:
+    """Whether this user may remove a file, or a folder with all in it; what stays is named.
+
+    Asked first: a folder half of which is removed is no run any more, and neither is it gone.
+    """
+    places = [path.parent, *(Path(place) for place, _, _ in os.walk(path))]
+    if all(os.access(place, os.R_OK | os.W_OK | os.X_OK) for place in places):
+        return True
+    print(f"{path} belongs to user {path.lstat().st_uid} and cannot be removed: it stays", flush=True)
+    return False
 
 
 def _recipe_of(folder: RunFolder) -> dict[str, Any]:
@@ -86,7 +104,8 @@ def remove(folder: RunFolder) -> bool:
 def remove_rest(runs: Path) -> None:
     """Finish removals that were interrupted."""
     for aside in runs.glob(".removed-*"):
-        shutil.rmtree(aside)
+        if _is_removable(aside):
+            shutil.rmtree(aside)
 
 
 def remove_unused_cache(cache: Path, days: float) -> list[Path]:
@@ -125,7 +144,7 @@ def bound_logs(logs: Iterable[Path], most_bytes: int) -> list[Path]:
     """
     cut = []
     for log in logs:
-        if log.stat().st_size <= most_bytes:
+        if log.stat().st_size <= most_bytes or not os.access(log, os.R_OK | os.W_OK):
             continue
         with log.open("rb+") as source, log.with_name(f"{log.name}.1").open("wb") as copy:
             source.seek(-most_bytes, 2)
@@ -136,7 +155,7 @@ def bound_logs(logs: Iterable[Path], most_bytes: int) -> list[Path]:
 
 
 def _remove_files(files: Iterable[Path], days: float) -> list[Path]:
-    old = [file for file in files if _is_older(file, days)]
+    old = [file for file in files if _is_older(file, days) and _is_removable(file)]
     for file in old:
         file.unlink(missing_ok=True)
     return old

@@ -89,8 +89,9 @@ def start_pages(stack: Stack, prefect_port: int | None, mlflow_port: int | None)
     return environment
 
 
-def start_everything(stack: Stack, prefect_port: int, mlflow_port: int) -> dict[str, str]:
-    """Start all servers and workers, and deploy prefect.yaml of the current folder.
+def start_everything(stack: Stack, prefect_port: int, mlflow_port: int, take_over: bool = False) -> dict[str, str]:
+    """Start all servers and workers, and deploy prefect.yaml of the current folder; with `take_over` also in place of
+    another folder's.
 
     Returns addresses and credentials as environment variables. Raises Refusal for a missing package; Refusal,
     TimeoutError or ProcessFailedError for a server that does not come up.
@@ -111,7 +112,7 @@ def start_everything(stack: Stack, prefect_port: int, mlflow_port: int) -> dict[
     stack.serve(lambda: start_prefect(owner, prefect_port, credential, flows))
     stack.serve(lambda: start_mlflow(owner, mlflow_port, drafts))
     if stack.wait_until_up():
-        _deploy(owner, stack.folder, environment)
+        _deploy(owner, stack.folder, environment, take_over)
         # Clean-up runs there, and only with MLflow's own database can it remove deleted rows.
         clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
         for pool in WORK_POOLS:
@@ -147,9 +148,10 @@ def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Pr
     return start(f"worker-{pool}", command, owner, {**environment, **WORKER}, grace_s=GRACE_S)
 
 
-def _deploy(owner: Owner, folder: Path, environment: Mapping[str, str]) -> None:
+def _deploy(owner: Owner, folder: Path, environment: Mapping[str, str], take_over: bool) -> None:
     """Work pools and deployments of prefect.yaml; what the operator changed of them stays."""
-    process = start("prefect-deploy", module("tasks.deployments", folder), owner, environment)
+    command = module("tasks.deployments", folder, *(["--take-over"] if take_over else []))
+    process = start("prefect-deploy", command, owner, environment)
     try:
         process.wait(DEPLOY_S)
     finally:

@@ -158,7 +158,13 @@ def check_another_folder(stack: Any, recipe: str, folder: Path) -> None:
     changed["config"]["training"]["log_steps"] = 7
     stack.patch(place, {"parameters": changed})
     elsewhere = SimpleNamespace(environment=stack.environment | {"DRAFTSMITH_RUNS": str(folder / "elsewhere")})
+    assert f"Runs start in {folder}, before in {ROOT}" in draftsmith(
+        elsewhere, "deploy", recipe, "--folder", str(folder)
+    )
     said = draftsmith(elsewhere, "deploy", recipe, "training.max_steps=33")
+    assert f"Runs start in {folder}\n" in said
+    places = {one["job_variables"]["working_dir"] for one in deployed(stack, "draft-tiny").values()}
+    assert places == {str(folder)}
     assert "retrain/tiny: parameters.config.training.log_steps" in said
     found = deployed(stack, "draft-tiny")
     training = found["retrain"]["parameters"]["config"]["training"]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect import flow
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.files.locks import hold
@@ -14,6 +16,7 @@ from infra.refusal import Refusal
 from infra.run.recovery import ATTEMPTS
 from models.config.recipe import load_recipe
 from tasks.recovery import ENTRYPOINTS, look_at, start_again
+from tasks.run import HOST_LABEL, RUNS_LABEL, RunsPlace, open_run
 
 ROOT = Path(__file__).parents[2]
 RUN = "silent"
@@ -66,6 +69,25 @@ def test_a_silent_flow_without_a_process_is_dead(stack: Any, silent: str) -> Non
     assert dead is not None
     assert dead.parameters["run"] == RUN
     assert state_of(stack, silent) == "CRASHED"
+
+
+def test_a_flow_run_whose_run_is_kept_elsewhere_is_not_called_dead(
+    stack: Any, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @flow
+    def opens_a_run() -> str:
+        with open_run(load_recipe(ROOT / "recipes" / "tiny.yaml"), None):
+            return str(flow_run.get_id())
+
+    elsewhere = tmp_path / "runs"
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(elsewhere))
+    labels = stack.get(f"flow_runs/{opens_a_run()}")["labels"]
+    assert RunsPlace.of(labels) == RunsPlace.here()
+    stack.patch(f"flow_runs/{silent}/labels", {name: labels[name] for name in (HOST_LABEL, RUNS_LABEL)})
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "other"))
+    with pytest.raises(Refusal, match=f"{elsewhere} on .*looks in {tmp_path / 'other'} on .*nothing was changed"):
+        look_at(silent)
+    assert state_of(stack, silent) == "RUNNING"
 
 
 FOREIGN = """

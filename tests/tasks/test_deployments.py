@@ -1,8 +1,23 @@
 """What of a deployment is the operator's, and what is prefect.yaml's."""
 
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tasks.deployments import Deployed, Settings, keep_changes
+import pytest
+
+from infra.refusal import Refusal
+from tasks import deployments
+from tasks.deployments import (
+    OTHERS_S,
+    Deployed,
+    DeploymentRecord,
+    Settings,
+    keep_changes,
+    refuse_other_installation,
+)
 
 
 def settings(**changes: Any) -> Settings:
@@ -63,3 +78,29 @@ def test_a_schedule_that_was_added_stays_and_one_that_was_removed_stays_away() -
 def test_a_schedule_that_the_file_no_longer_has_goes() -> None:
     before = settings(schedules=weekly(True, "0 3 * * 0"))
     assert keep_changes(before, settings(), settings(schedules={}))["schedules"] == {}
+
+
+def test_no_draft_shares_the_stack_s_record() -> None:
+    keys = [deployments._record_key(draft) for draft in (None, "shared", "stack", "draft-stack")]
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_another_machine_deploys_now_is_not_taken_for_interrupted() -> None:
+    record = DeploymentRecord(interrupted={}, by="other", since=time.time())
+    record.refuse_other("draft-a")
+    record.interrupted = {"deployments": {}}
+    with pytest.raises(Refusal, match="draft-a: a command on other deploys the same"):
+        record.refuse_other("draft-a")
+    record.since = time.time() - OTHERS_S
+    record.refuse_other("draft-a")
+
+
+def test_the_stack_s_deployments_of_another_installation_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = SimpleNamespace(job_variables={"working_dir": str(tmp_path / "theirs")})
+    client = SimpleNamespace(read_deployment_by_name=lambda _name: theirs)
+    monkeypatch.setattr(deployments, "get_client", lambda sync_client: nullcontext(client))
+    with pytest.raises(Refusal, match=f"start in {tmp_path}/theirs, and this is {tmp_path}/ours"):
+        refuse_other_installation(tmp_path / "ours")
+    refuse_other_installation(tmp_path / "theirs")

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from infra.drift.config import WatchConfig
+from infra.refusal import Refusal
 from models.config.recipe import as_recipe, load_recipe
 from tasks.draft_deployments import DeployOptions, described
 from tasks.events import PROMOTED
@@ -53,6 +54,24 @@ def test_an_alarm_retrains_from_the_champion_on_what_came_with_it(source: str) -
     template = Environment().from_string(config["data"]["source"]["template"])
     assert template.render(event={"payload": {"dataset": "fresh.jsonl"}}) == "fresh.jsonl"
     assert template.render(event={"payload": {}}) == source
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"watch": ("http://user:pa55word@host:1",)}, "--watch .*password"),
+        ({"watch": ("http://host:1",), "requests": "s3://key:pa55word@bucket"}, "--requests .*password"),
+    ],
+)
+def test_an_address_with_a_password_is_refused_before_it_is_written_down(options: dict, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as refused:
+        by_flow("tiny", [], **options)
+    assert "pa55word" not in str(refused.value)
+
+
+def test_runs_start_where_it_was_said() -> None:
+    found = by_flow("tiny", [], folder="/srv/draftsmith")
+    assert {each["work_pool"]["job_variables"]["working_dir"] for each in found.values()} == {"/srv/draftsmith"}
 
 
 def test_two_drafts_share_no_key() -> None:

@@ -1,14 +1,17 @@
 """The record of a draft's traffic: each version's windows hold what that version served, and nothing else."""
 
+import os
+import time
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
 from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore, judge
+from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore, is_prompt_sample, judge
 from tests.infra.drift.test_series import TEST, counted
 
 A, B, C = "http://a:30000", "http://b:30000", "http://c:30000"
@@ -234,6 +237,36 @@ def test_the_record_is_kept(store: TrafficStore):
     assert store.read("other").series == ()
 
 
-def test_the_record_is_its_owners_alone(tmp_path: Path):
-    TrafficStore(str(tmp_path)).write(TrafficRecord(draft="d"))
-    assert (tmp_path / "d" / "traffic.json").stat().st_mode & 0o077 == 0
+def test_the_record_is_a_group_s_where_the_umask_says_so(tmp_path: Path):
+    before = os.umask(0o002)
+    try:
+        TrafficStore(str(tmp_path)).write(TrafficRecord(draft="d"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "d" / "traffic.json").stat().st_mode & 0o777 == 0o664
+
+
+def test_prompts_stand_beside_the_record_until_they_are_old(store: TrafficStore, tmp_path: Path):
+    sample = tmp_path / "sampled" / "prompts-0123456789ab.jsonl"
+    sample.parent.mkdir()
+    sample.write_text("{}\n")
+    address = store.keep_prompts("d", sample)
+    assert not sample.exists()
+    assert is_prompt_sample(address)
+    assert address.endswith("/d/prompts-0123456789ab.jsonl")
+    with fsspec.open(address) as file:
+        assert file.read() == b"{}\n"
+    now = time.time()
+    assert store.remove_prompts("d", 60, now + 59 * 86_400) == []
+    assert len(store.remove_prompts("d", 60, now + 61 * 86_400)) == 1
+    assert store.remove_prompts("d", 60, now + 61 * 86_400) == []
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(0o2770, 0o640), (0o770, 0o600)])
+def test_a_group_reads_prompts_where_the_folder_is_the_group_s(folder: int, mode: int, tmp_path: Path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d").chmod(folder)
+    sample = tmp_path / "d" / "prompts-0123456789ab.jsonl"
+    sample.touch(0o600)
+    TrafficStore(str(tmp_path)).keep_prompts("d", sample)
+    assert sample.stat().st_mode & 0o777 == mode

@@ -104,6 +104,17 @@ def test_a_held_lock_is_open_for_writing(tmp_path: Path) -> None:
             assert fcntl.fcntl(lock.descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+def test_a_group_that_shares_a_folder_shares_its_locks(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        with hold(tmp_path / "lock"):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == mode
+
+
 def test_a_folder_of_every_user_s_locks(tmp_path: Path) -> None:
     path = tmp_path / "gpus" / "GPU-aa.lock"
     before = os.umask(0o077)

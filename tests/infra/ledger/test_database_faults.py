@@ -76,9 +76,9 @@ def test_a_client_that_is_frozen_inside_a_transaction_blocks_nobody(postgres: Po
         assert leased == "leased [1]"
 
 
-def test_every_session_has_bounds(postgres: PostgresServer) -> None:
+def test_every_transaction_has_bounds(postgres: PostgresServer) -> None:
     with filled(postgres.make_database(uuid.uuid4().hex)) as ledger, ledger.read() as rows:
-        for name, milliseconds in database.SESSION.items():
+        for name, milliseconds in database.TRANSACTION.items():
             shown = sa.text("SELECT setting FROM pg_settings WHERE name = :name")
             assert int(rows.connection.execute(shown, {"name": name}).scalar_one()) == milliseconds
 

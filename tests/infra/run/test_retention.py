@@ -13,6 +13,8 @@ from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleSlot
+from infra.refusal import Refusal
+from infra.run.ownership import is_owned
 from infra.run.retention import is_finished, old_runs, remove, remove_rest
 
 
@@ -91,6 +93,31 @@ def test_what_somebody_runs_stays_and_an_interrupted_removal_is_finished(runs: P
     (runs / ".removed-other").mkdir()
     remove_rest(runs)
     assert list(runs.iterdir()) == []
+
+
+def test_a_run_of_somebody_else_stops_no_clean_up_and_is_named(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(runs, "mine", 31, "metrics.jsonl")
+    theirs = make(runs, "theirs", 31, "metrics.jsonl")
+    theirs.logs.mkdir()
+    monkeypatch.setattr("os.access", lambda path, _mode: Path(path) != theirs.logs)
+    assert names(old_runs(runs, 0, 30)) == {"mine"}
+    theirs.path.rename(runs / ".removed-theirs")
+    monkeypatch.setattr("os.access", lambda path, _mode: "theirs" not in str(path))
+    remove_rest(runs)
+    assert (runs / ".removed-theirs").is_dir()
+    named = capsys.readouterr().out
+    assert f"{theirs.path} belongs to user {os.getuid()} and cannot be removed: it stays" in named
+
+
+def test_a_run_whose_lock_is_somebody_else_s_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **_options: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("infra.run.ownership.hold", refuse)
+    with pytest.raises(Refusal, match=r"run theirs belongs to user \d+, and .*run.lock cannot be opened"):
+        is_owned(make(runs, "theirs", 0))
 
 
 def test_the_rows_of_a_removed_run_leave_a_shared_ledger(runs: Path, tmp_path: Path) -> None:
