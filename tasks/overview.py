@@ -38,6 +38,8 @@ RETRAIN, PROMOTE = "retrain", "promote"
 FLOWS = (RETRAIN, PROMOTE, "rollback", "benchmark-champion", "watch-traffic", "regenerate")
 LOOKED_AT = 10
 """Newest flow runs of a draft and flow that are looked at."""
+PAGE = 200
+"""Flow runs in one answer of Prefect, at most."""
 ENDED = (StateType.FAILED, StateType.CRASHED, StateType.COMPLETED, StateType.CANCELLED)
 BAD = (StateType.FAILED, StateType.CRASHED)
 FlowRuns = Mapping[str, Sequence[FlowRun]]
@@ -230,29 +232,47 @@ def _told(run: FlowRun, now: float) -> str:
 
 def _runs(drafts: Sequence[str]) -> list[FlowRuns | None]:
     """Flow runs of each draft; None where there is no server."""
-    if prefect_api_url() is None:
+    if not drafts or prefect_api_url() is None:
         return [None] * len(drafts)
     with get_client(sync_client=True) as client:
-        return [runs_of(client, draft) for draft in drafts]
+        return [*runs_of(client, drafts).values()]
 
 
-def runs_of(client: SyncPrefectClient, draft: str) -> FlowRuns:
-    """The newest runs of a draft's flows, newest first, after the next one that is scheduled."""
-    tagged = {"tags": {"all_": [draft_tag(draft)]}}
-    found: dict[str, list[FlowRun]] = {}
-    for flow in FLOWS:
-        named = FlowFilter.model_validate({"name": {"any_": [flow]}})
-        # Apart: a schedule has more runs waiting than are looked at.
-        waiting, others = (
-            FlowRunFilter.model_validate(tagged | {"state": {"type": {which: [StateType.SCHEDULED]}}})
-            for which in ("any_", "not_any_")
-        )
-        found[flow] = client.read_flow_runs(
-            flow_filter=named, flow_run_filter=waiting, sort=FlowRunSort.EXPECTED_START_TIME_ASC, limit=1
-        ) + client.read_flow_runs(
-            flow_filter=named, flow_run_filter=others, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=LOOKED_AT
-        )
+def runs_of(client: SyncPrefectClient, drafts: Sequence[str]) -> dict[str, FlowRuns]:
+    """The newest runs of each draft's flows, newest first; retrainings after the next ones that are scheduled."""
+    runs = {flow: _by_draft(client, flow, drafts, waiting=False) for flow in FLOWS}
+    planned = _by_draft(client, RETRAIN, drafts, waiting=True)
+    return {
+        draft: {flow: [*planned[draft][:1], *of[draft]] if flow == RETRAIN else of[draft] for flow, of in runs.items()}
+        for draft in drafts
+    }
+
+
+def _by_draft(
+    client: SyncPrefectClient, flow: str, drafts: Sequence[str], *, waiting: bool
+) -> dict[str, list[FlowRun]]:
+    """Each draft's runs of a flow: scheduled ones, the next first, or all others, the newest first."""
+    runs = _read_runs(client, flow, drafts, waiting=waiting, limit=PAGE)
+    found = {draft: [run for run in runs if draft_tag(draft) in run.tags][:LOOKED_AT] for draft in drafts}
+    if len(runs) == PAGE:
+        # Drafts with many runs have filled the page: those of which it says too little are asked about one by one.
+        for draft, of in found.items():
+            if not (of if waiting else any(run.state_type in ENDED for run in of)):
+                found[draft] = _read_runs(client, flow, [draft], waiting=waiting, limit=LOOKED_AT)
     return found
+
+
+def _read_runs(
+    client: SyncPrefectClient, flow: str, drafts: Sequence[str], *, waiting: bool, limit: int
+) -> list[FlowRun]:
+    state = {"type": {"any_" if waiting else "not_any_": [StateType.SCHEDULED]}}
+    tags = {"any_": [draft_tag(draft) for draft in drafts]}
+    return client.read_flow_runs(
+        flow_filter=FlowFilter.model_validate({"name": {"any_": [flow]}}),
+        flow_run_filter=FlowRunFilter.model_validate({"tags": tags, "state": state}),
+        sort=FlowRunSort.EXPECTED_START_TIME_ASC if waiting else FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=limit,
+    )
 
 
 def page_of(rows: Sequence[DraftRow]) -> str:

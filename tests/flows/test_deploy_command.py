@@ -183,7 +183,7 @@ def check_runs(stack: Any, retrain: str) -> None:
     ended = stack.post(f"deployments/{retrain}/create_flow_run", {"state": {"type": "PENDING"}})["id"]
     stack.post(f"flow_runs/{ended}/set_state", {"state": {"type": "FAILED"}, "force": True})
     with temporary_settings({PREFECT_API_URL: stack.api}), get_client(sync_client=True) as client:
-        following, last = runs_of(client, "draft-tiny")["retrain"]
+        following, last = runs_of(client, ["draft-tiny"])["draft-tiny"]["retrain"]
     assert following.expected_start_time is not None
     assert following.expected_start_time - now == timedelta(days=1)
     assert (str(last.id), last.state_name) == (ended, "Failed")

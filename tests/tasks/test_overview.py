@@ -9,7 +9,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from infra.drift.traffic import Counters, Series, ServedSeries, ServerState, TrafficRecord, TrafficWindow
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import PromotionDecision
-from tasks.overview import DraftRow, page_of, row_of
+from tasks.overview import FLOWS, PAGE, DraftRow, page_of, row_of, runs_of
 
 NOW, DAY = 1_800_000_000.0, 86_400.0
 
@@ -44,13 +44,28 @@ def traffic(lengths: list[float], served: int = 1, announced: tuple[float, ...] 
     return TrafficRecord(draft="draft-x", servers={"http://one": state}, series=(series,))
 
 
-def run(kind: StateType, at: float, name: str = "r") -> FlowRun:
+def run(kind: StateType, at: float, name: str = "r", draft: str = "x") -> FlowRun:
     when = datetime.fromtimestamp(at, UTC)
     started = None if kind == StateType.SCHEDULED else when
     return FlowRun(
         id=uuid4(), flow_id=uuid4(), name=name, state=State(type=kind), state_type=kind, state_name=kind.value.title(),
-        start_time=started, expected_start_time=when,
+        start_time=started, expected_start_time=when, tags=[f"draft:{draft}"],
     )  # fmt: skip
+
+
+class AnsweringClient:
+    """Prefect's client over runs of one flow, given newest first."""
+
+    def __init__(self, runs: list[FlowRun]) -> None:
+        self.runs, self.requests = runs, 0
+
+    def read_flow_runs(self, *, flow_filter, flow_run_filter, sort, limit: int) -> list[FlowRun]:
+        self.requests += 1
+        waiting = bool(flow_run_filter.state.type.any_)
+        wanted = {*flow_run_filter.tags.any_}
+        of_flow = self.runs if flow_filter.name.any_ == ["retrain"] else []
+        found = [one for one in of_flow if wanted & {*one.tags} and waiting == (one.state_type == StateType.SCHEDULED)]
+        return (found[::-1] if waiting else found)[:limit]
 
 
 def row(**given) -> DraftRow:
@@ -104,6 +119,29 @@ def test_an_alarm_is_told_and_a_draft_without_champion_or_server_too() -> None:
     found = row(versions=[version(1)], decisions=[], runs=None)
     assert (found.serves, found.recently, found.drift) == ("none", "no traffic seen", "not watched")
     assert (found.last_run, found.next_run) == ("unknown", "unknown")
+
+
+def test_all_drafts_take_one_request_for_each_flow() -> None:
+    drafts = [f"draft-{number}" for number in range(50)]
+    runs = [run(StateType.SCHEDULED, NOW + day * DAY, draft=draft) for day in (2, 1) for draft in drafts]
+    runs += [run(StateType.COMPLETED, NOW - DAY, f"{draft}-1", draft) for draft in drafts]
+    client = AnsweringClient(runs)
+    found = runs_of(client, drafts)  # pyright: ignore[reportArgumentType]
+    assert client.requests == len(FLOWS) + 1
+    assert [*found] == drafts
+    for draft in drafts:
+        planned, last = found[draft]["retrain"]
+        assert planned.expected_start_time == datetime.fromtimestamp(NOW + DAY, UTC)
+        assert last.name == f"{draft}-1"
+        assert found[draft]["rollback"] == []
+
+
+def test_a_busy_draft_hides_no_other() -> None:
+    runs = [run(StateType.COMPLETED, NOW - number, draft="busy") for number in range(PAGE + 1)]
+    runs.append(run(StateType.FAILED, NOW - 9 * DAY, "rare-1", "rare"))
+    found = runs_of(AnsweringClient(runs), ["busy", "rare"])  # pyright: ignore[reportArgumentType]
+    assert [one.name for one in found["rare"]["retrain"]] == ["rare-1"]
+    assert len(found["busy"]["retrain"]) == 10
 
 
 def test_the_page_escapes_what_it_shows() -> None:
