@@ -12,11 +12,11 @@ from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
-from infra.drift.traffic import Series, TrafficRecord, TrafficStore, mean_length
+from infra.drift.traffic import Series, TrafficRecord, mean_length
 from infra.network.health import public
 from infra.quantities import duration, plural, signed
 from infra.records.acceptance import RegisteredDraft
-from infra.settings import prefect_api_url, runs_folder, tracking_uri
+from infra.settings import prefect_api_url, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import (
     CHALLENGER,
@@ -29,6 +29,7 @@ from infra.tracking.registry import (
     history,
     list_drafts,
 )
+from tasks.drift import traffic_store, watch_folders
 from tasks.side_effects import draft_tag, side_effect
 
 PAGES = Path(__file__).parent / "report"
@@ -119,10 +120,10 @@ def read_drafts(uri: str | None = None) -> list[DraftRow]:
     versions: dict[str, list[RegisteredDraft]] = {}
     for version in list_drafts(uri):
         versions.setdefault(version.name, []).append(version)
-    store, now = TrafficStore(str(runs_folder() / "drift")), time.time()
+    runs, folders = _known_to_prefect(list(versions))
     rows = [
-        row_of(of, history(uri, draft), store.read(draft), runs, now)
-        for (draft, of), runs in zip(versions.items(), _runs(list(versions)), strict=True)
+        row_of(of, history(uri, draft), traffic_store(folders.get(draft)).read(draft), runs.get(draft), time.time())
+        for draft, of in versions.items()
     ]
     return sorted(rows, key=lambda row: (not row.wanted, row.draft))
 
@@ -230,12 +231,12 @@ def _told(run: FlowRun, now: float) -> str:
     return f"{run.name}, {(run.state_name or '').lower()}, {_about(now - run.start_time.timestamp())} ago"
 
 
-def _runs(drafts: Sequence[str]) -> list[FlowRuns | None]:
-    """Flow runs of each draft; None where there is no server."""
+def _known_to_prefect(drafts: Sequence[str]) -> tuple[dict[str, FlowRuns], dict[str, str | None]]:
+    """Flow runs of each draft, and where the traffic of each watched one is kept; both empty without a server."""
     if not drafts or prefect_api_url() is None:
-        return [None] * len(drafts)
+        return {}, {}
     with get_client(sync_client=True) as client:
-        return [*runs_of(client, drafts).values()]
+        return runs_of(client, drafts), watch_folders(client)
 
 
 def runs_of(client: SyncPrefectClient, drafts: Sequence[str]) -> dict[str, FlowRuns]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -12,6 +11,7 @@ from prefect.utilities.urls import url_for
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
+from infra.drift.traffic import is_prompt_sample
 from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.quantities import plural, signed
@@ -43,8 +43,6 @@ from tasks.report.page import version_markdown
 from tasks.run import OpenRun
 from tasks.side_effects import draft_tag, side_effect
 
-REQUESTS = "drift"
-"""Folder, in that of the runs, with prompts sampled from users' requests."""
 ABOUT = (
     "Drafts for speculative decoding of **{target}**, made by Draftsmith. The alias `champion` is the version that "
     "serving takes; `challenger` is the newest that has not earned that. Each version's description says what it "
@@ -265,7 +263,7 @@ def open_tracking(run: OpenRun) -> TrackedRun:
 def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) -> None:
     """Note the sample set, and keep a copy of it where MLflow's artifacts are."""
     source = run.config.data.source
-    private = run.config.generator.live is not None or Path(source).is_relative_to(runs_folder() / REQUESTS)
+    private = run.config.generator.live is not None or is_prompt_sample(source)
     log_samples(tracking, source, samples, most_mib=run.config.tracking.dataset_mib, private=private)
 
 
