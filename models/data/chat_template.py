@@ -9,13 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from infra.refusal import Refusal
 from infra.settings import expanded
 from models.config.data import TemplateArgument
+from models.data.message import joined
 from models.data.thinking import CLOSED, Span
 
 OWN, NONE = "tokenizer", "none"
@@ -26,8 +27,11 @@ PROBE = "probe"
 """Content of a message that shows what a template reads."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING_KEY = re.compile(r"\breasoning_content\b|[.'\"]thinking\b")
+_MEDIA_WORDS = ("image", "audio", "video", "vision")
+_LOOP_VARIABLES = ("message", "msg", "m")
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+Content = str | list[dict[str, str]]
 
 
 class UnrenderableError(Refusal):
@@ -92,6 +96,12 @@ class ChatTemplate:
 
         return not shows(PROBE) and shows(_parts(PROBE))
 
+    @cached_property
+    def _reading_parts(self) -> dict[str, bool]:
+        """Of every template, whether it reads content as a list of parts, by `reads_parts`."""
+        texts = [self.source] if isinstance(self.source, str) else self.source.values()
+        return {text: reads_parts(text) for text in texts}
+
     def _text(self, tools: Tools) -> str:
         if isinstance(self.source, str):
             return self.source
@@ -100,15 +110,26 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Tools, prompt: bool, *, tagged: bool) -> tuple[str, list[Span]]:
         if not messages:
             raise UnrenderableError("a template needs a first message")
-        shown = [dict(message) for message in messages]
-        if self._takes_parts:
-            shown = [message | {"content": _parts(message["content"])} for message in shown]
-        try:
-            return self._rendered(shown, tools, prompt, tagged=tagged)
-        except FAULTS as error:
-            raise UnrenderableError(
-                f"the chat template refuses this ({error}): correct the roles or leave it out"
-            ) from error
+        shown = [{**message, "content": self._content(message["content"], tools)} for message in messages]
+        # SGLang tries functions alone where a template fails on tools.
+        forms = [tools, [tool.get("function", tool) for tool in tools]] if tools else [tools]
+        fault: Exception | None = None
+        for form in forms:
+            try:
+                return self._rendered(shown, form, prompt, tagged=tagged)
+            except FAULTS as error:
+                fault = fault or error
+        raise UnrenderableError(
+            f"the chat template refuses this ({fault}): correct the roles or leave it out"
+        ) from fault
+
+    def _content(self, content: Content, tools: Tools) -> Content:
+        """A content as SGLang hands it to the template: several texts as parts, or joined to one."""
+        if isinstance(content, str):
+            return _parts(content) if self._takes_parts else content
+        if self._reading_parts[self._text(tools)] or any(part["type"] != "text" for part in content):
+            return content
+        return joined([part["text"] for part in content])
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Tools, prompt: bool, *, tagged: bool
@@ -125,9 +146,38 @@ class ChatTemplate:
         return text, spans[0] if tagged else []
 
 
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    """A content as a list of parts, which those with images are already."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def reads_parts(text: str) -> bool:
+    """Whether SGLang 0.5.23 takes a template for one that reads content as a list of parts.
+
+    See `detect_jinja_template_content_format` in its parser/jinja_template_utils.py: the template speaks of media, or
+    has a loop over the content of `message`, `msg` or `m`.
+    """
+    if any(word in text for word in _MEDIA_WORDS):
+        return True
+    try:
+        loops = _compile_jinja_template(text).environment.parse(text).find_all(nodes.For)
+    except TemplateError:
+        return False
+    return any(_is_content(loop.iter) for loop in loops)
+
+
+def _is_content(node: nodes.Node) -> bool:
+    """Whether an expression is the content of a message, perhaps filtered or sliced."""
+    if isinstance(node, nodes.Filter | nodes.Test) and node.node is not None:
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getattr):
+        key = node.attr
+    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        key = node.arg.value
+    else:
+        return False
+    return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in _LOOP_VARIABLES
 
 
 def open_chat_template(

@@ -1,6 +1,7 @@
 """What a record holds beside text, and where: images, video and sound."""
 
 import base64
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ Image = str | bytes
 _MEDIA = {"image": "an image", "video": "a video", "audio": "sound"}
 _BESIDE = "<image>"
 """Stands in a turn's text for the next of the images beside the turns (LLaVA's files)."""
+_NOTE = re.compile(r"(audio|video)s?(_url)?$")
+"""Keys beside turns that may only name a recording."""
+_REFERENCE = re.compile(r"<\|?(image|video|audio|sound|speech)\b[^<>]*>", re.IGNORECASE)
+"""What stands in a text for a medium beside it."""
 _KEYS = ("image", "image_url", "url", "path", "bytes", "input_image")
 """Of a part, and inside it, in the order in which they are looked up."""
 
@@ -32,26 +37,55 @@ def as_text(image: Image) -> str:
     return image if isinstance(image, str) else f"data:;base64,{base64.b64encode(image).decode()}"
 
 
-def media_in(record: Mapping[str, Any]) -> str:
-    """Which media a record holds, and where, for a person; empty for text alone."""
-    if found := medium(record):
+def media_in(record: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> str:
+    """Which media a record holds, and where, for a person; empty for text alone.
+
+    Args:
+        record: with everything beside its turns.
+        turns: each with `content`, a text or a list of parts, and its `number`.
+    """
+    texts = [text for turn in turns for text in _texts(turn["content"])]
+    if found := _beside_text(record, texts):
         return f"the record holds {found}"
-    turns = record.get("conversations") or record.get("messages")
-    for number, turn in enumerate(turns if isinstance(turns, list) else [], start=1):
-        contents = [turn.get(key) for key in ("content", "value")] if isinstance(turn, dict) else []
-        parts = [turn, *(part for content in contents if isinstance(content, list) for part in content)]
-        if found := next(filter(None, map(medium, parts)), ""):
-            return f"turn {number} holds {found}"
+    for turn in turns:
+        parts = turn["content"] if isinstance(turn["content"], list) else []
+        found = _beside_text(turn, _texts(turn["content"])) or next(filter(None, map(medium, parts)), "")
+        if found:
+            return f"turn {turn['number']} holds {found}"
     return ""
 
 
 def medium(part: Any) -> str:
-    """The medium of a part of a message, or of what lies beside messages; empty for text."""
-    if not isinstance(part, dict):
-        return ""
-    held = {str(part.get("type")), *(key for key, value in part.items() if value)}
+    """The medium of a part of a message; empty for text."""
+    return _medium(part, {str(part.get("type"))}) if isinstance(part, dict) else ""
+
+
+def _medium(held: Mapping[str, Any], names: set[str]) -> str:
+    """The medium that one of `names`, or a key of `held` that has a value, stands for."""
+    names = names | {key for key, value in held.items() if value}
     forms = ("{}", "{}s", "{}_url", "input_{}")
-    return next((shown for name, shown in _MEDIA.items() if held & {form.format(name) for form in forms}), "")
+    return next((shown for name, shown in _MEDIA.items() if names & {form.format(name) for form in forms}), "")
+
+
+def _beside_text(held: Mapping[str, Any], texts: Sequence[str]) -> str:
+    """The medium of what lies beside turns, or beside a turn's content; empty for text, and for notes about it.
+
+    A transcript may say where its recording lies (`audio: call-17.wav`) or of what kind it was (`type: image`).
+    """
+    refers = any(_REFERENCE.search(text) for text in texts)
+    kept = {key: value for key, value in held.items() if refers or not (_NOTE.match(key) and _is_note(value))}
+    return _medium(kept, set())
+
+
+def _is_note(value: Any) -> bool:
+    """Whether a value is a name, a number or a flag, and not the recording itself."""
+    return isinstance(value, str | int | float) and not str(value).startswith("data:")
+
+
+def _texts(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else [content]
+    texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+    return [text for text in texts if isinstance(text, str)]
 
 
 def seen_turns(record: Mapping[str, Any], contents: Sequence[Any]) -> list[tuple[str, tuple[Image, ...]]] | None:

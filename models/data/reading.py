@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from infra.refusal import Refusal
 from models.data.kinds import open_file
 from models.data.sources import ResolvedSource, SourceFile
+from models.data.tools import without_nulls
 
 Item = TypeVar("Item")
 Row = tuple[str, Any]
@@ -153,7 +154,7 @@ def _parquet(file: SourceFile) -> Iterator[Row]:
         for batch in content.iter_batches(PARQUET_ROWS):
             for record in batch.to_pylist():
                 number += 1
-                yield f"{file.place}, row {number}", record
+                yield f"{file.place}, row {number}", without_nulls(record)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise Refusal(f"{file.place} cannot be read as Parquet ({error}): write or fetch it again") from error
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from models.data.chat_template import ChatTemplate, UnrenderableError
-from models.data.conversations import Document, Message
+from models.data.conversations import Document
 from models.data.media import IMAGE
+from models.data.message import Message
 from models.data.thinking import CLOSED, EMPTY_BLOCK, OPENED, Span, split_thinking, thinking_spans, thinks
 
 Turns = Literal["all", "last"]
@@ -41,14 +42,18 @@ class Rendering:
 
 
 def render_conversation(template: ChatTemplate, document: Document, turns: Turns = "all") -> list[Rendering]:
-    """The texts that teach all answers of a conversation, or the last.
+    """The texts that teach all answers of a conversation, or the last, of those that may be learned.
 
-    An answer before which nothing stands is never generated, so it is not learned.
+    An answer before which nothing stands is never generated, so it is not learned, and neither is an empty one.
 
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     document = _with_reasoning_apart(template, document)
-    answers = [turn for turn, message in enumerate(document.messages) if message.role == "assistant" and turn]
+    answers = [
+        turn
+        for turn, message in enumerate(document.messages)
+        if turn and message.role == "assistant" and message.learned and not message.is_empty
+    ]
     renderings: list[Rendering] = []
     try:
         for turn in answers if turns == "all" else answers[-1:]:
@@ -111,7 +116,7 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
         )
     if text is not None:
         if dropped and template.knows_thinking(tools):
-            text = f"{prompt}{OPENED}\n{_closed(thought, text[len(prompt) :])}"
+            text = prompt + _with_thought(thought, text[len(prompt) :])
         spans = [(len(prompt), len(text))]
     else:
         text, spans = whole, _tagged(template, messages, tools)
@@ -204,6 +209,17 @@ def _shared_end(prompt: str, whole: str) -> str:
         size = (known + unknown) // 2
         known, unknown = (size, unknown) if prompt[-size:] in whole else (known, size)
     return prompt[len(prompt) - known :]
+
+
+def _with_thought(thought: str, answer: str) -> str:
+    """An answer with its reasoning: in the empty block that it begins with (Kimi-K2-Thinking), or in a new one."""
+    block = EMPTY_BLOCK.match(answer)
+    if block is None:
+        return f"{OPENED}\n{_closed(thought, answer)}"
+    space = block.group()[len(OPENED) : block.group().index(CLOSED)]
+    # Half of the white space in an empty block stands before the reasoning.
+    first, last = space[: len(space) // 2], space[len(space) // 2 :]
+    return OPENED + first + thought + last + answer[block.group().index(CLOSED) :]
 
 
 def _closed(thought: str, rest: str) -> str:

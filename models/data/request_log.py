@@ -31,6 +31,8 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.records.prompts import PromptsRecord
 from infra.refusal import Refusal
+from models.data.message import joined
+from models.data.tools import check_json, parsed
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 EXPORTED = "sglang-request-metrics-"
@@ -40,8 +42,12 @@ ASSUMED_LENGTH = 2.0
 HASHES = 2**128
 RECORD = "prompts.json"
 
+BESIDE = ("tools", "functions", "system")
+"""Keys of a request, beside its messages, that its prompt depends on."""
+OF_A_MESSAGE = ("name", "tool_call_id", "reasoning_content", "tool_calls", "function_call")
+"""Keys of a message, beside role and content, that its prompt depends on."""
 Request = dict[str, Any]
-"""`{"messages": [{"role", "content"}, ...]}` or `{"text": ...}`."""
+"""`{"messages": [{"role", "content", ...}, ...], ...}` with the keys above, or `{"text": ...}`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def parse(line: bytes) -> Logged | str:
         logged = json.loads(line)
         if isinstance(logged, dict) and isinstance(logged.get("request_parameters"), str):  # SGLang's own file
             logged = {**logged, "prompt": json.loads(logged["request_parameters"]).get("text")}
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return "not JSON"
     if not isinstance(logged, dict):
         return "not a request"
@@ -74,11 +80,23 @@ def _request(logged: dict[str, Any]) -> Request | str:
         return "not a request"
     messages = []
     for message in logged["messages"]:
-        text = _text(message.get("content")) if isinstance(message, dict) else None
-        if text is None or not isinstance(message.get("role"), str):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return "not only text"
-        messages.append({"role": message["role"], "content": text})
-    return {"messages": messages} if any(message["content"].strip() for message in messages) else "empty"
+        kept = {key: message[key] for key in OF_A_MESSAGE if message.get(key)}
+        content = message.get("content")
+        if content is None and ("tool_calls" in kept or "function_call" in kept):
+            content = ""  # as in OpenAI's API
+        if isinstance(content, list) and _are_texts(content):
+            content = [{"type": "text", "text": part["text"]} for part in content]
+        elif not isinstance(content, str):
+            return "not only text"
+        messages.append({"role": message["role"], "content": content, **kept})
+    request = {"messages": messages, **{key: logged[key] for key in BESIDE if logged.get(key)}}
+    try:
+        check_json("", _beside_texts(request))
+    except Refusal:
+        return "nested too deeply"
+    return request if any(text.strip() for text in texts(request)) else "empty"
 
 
 def _steps_per_token(logged: dict[str, Any]) -> float:
@@ -90,18 +108,47 @@ def _steps_per_token(logged: dict[str, Any]) -> float:
     return min(1.0, steps / tokens)
 
 
-def _text(content: Any) -> str | None:
-    """A message's text: a string, or parts that are all text."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "\n".join(part["text"] for part in content)
-    return None
+def _are_texts(parts: list[Any]) -> bool:
+    return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
 
 
 def texts(request: Request) -> list[str]:
-    """All texts of a request."""
-    return [request["text"]] if "text" in request else [message["content"] for message in request["messages"]]
+    """The text of each message, or that of the prompt."""
+    if "text" in request:
+        return [request["text"]]
+    contents = (message["content"] for message in request["messages"])
+    return [one if isinstance(one, str) else joined([part["text"] for part in one]) for one in contents]
+
+
+def searched_texts(request: Request) -> list[str]:
+    """All texts of a request: of its messages, tools and tool calls."""
+    values = [_unfolded(value) for value in _beside_texts(request)]
+    leaves = ("\n".join(_leaves(value)) for value in values)
+    # In JSON a name stands beside its value; alone, a value has no escaped characters.
+    return [*texts(request), *(json.dumps(value, ensure_ascii=False) for value in values), *leaves]
+
+
+def _beside_texts(request: Request) -> list[Any]:
+    """What a request holds beside the texts of its messages."""
+    of_messages = [message.get(key) for message in request.get("messages", ()) for key in OF_A_MESSAGE]
+    return [value for value in [*(request.get(key) for key in BESIDE), *of_messages] if value]
+
+
+def _unfolded(value: Any) -> Any:
+    """A JSON value with the values of the JSON texts in it, such as the arguments of calls."""
+    value = parsed(value)
+    if isinstance(value, dict):
+        return {key: _unfolded(item) for key, item in value.items()}
+    return [_unfolded(item) for item in value] if isinstance(value, list) else value
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts and numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    elif value is not None:
+        yield str(value)
 
 
 def logged_texts(log: Path | str) -> list[str]:
@@ -142,7 +189,7 @@ class PromptSample:
             self.dropped[logged] += 1
             return
         request = logged.request
-        if sum(map(len, texts(request))) > self._config.longest_characters:
+        if sum(map(len, [*texts(request), *map(json.dumps, _beside_texts(request))])) > self._config.longest_characters:
             self.dropped["too long"] += 1
             return
         document = json.dumps(request, ensure_ascii=False)
@@ -155,7 +202,7 @@ class PromptSample:
         if self.full and (-age, -key) <= self._heap[0][:2]:
             return
         self.searched += 1
-        private = self._find(texts(request))
+        private = self._find(searched_texts(request))
         if private:
             self.dropped.update(private)
             return

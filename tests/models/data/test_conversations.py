@@ -32,7 +32,7 @@ def write(path: Path, text: str) -> str:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}]},
-            (Message("user", "h\ni"),),
+            (Message("user", "h i", texts=("h", "i")),),
             False,
         ),
         (
@@ -71,7 +71,12 @@ REFUSALS = {
         GOOD + '{"messages": [{"role": "narrator", "content": "x"}]}',
         r"a\.jsonl:2: turn 1 has the role 'narrator'",
     ),
-    "ShareGPT's keys in messages": ('{"messages": [{"from": "human", "value": "x"}]}', r":1: turn 1 needs 'role'"),
+    "no role": ('{"messages": [{"value": "x"}]}', r":1: turn 1 needs 'role' and 'content' .*, or 'from' and 'value'"),
+    "an unknown part": (
+        '{"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}',
+        r":1: turn 1 holds a part that is not known: {'type': 'document', 'source': {}}",
+    ),
+    "turns are no list": ('{"messages": "none"}', r":1: the conversation has no turns"),
     "content is null": ('{"messages": [{"role": "user", "content": null}]}', r":1: turn 1 needs 'role' and 'content'"),
     "a call without a name": (
         '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]}',
@@ -117,20 +122,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str) -> None:
     assert [document.text for document in read_documents(str(tmp_path / name))] == ["fine"]
 
 
-def test_an_old_function_call_is_a_tool_call(tmp_path: Path) -> None:
-    call = {"name": "add", "arguments": '{"a": 1}'}
-    read = [
-        next(read_documents(write(tmp_path / "a.jsonl", json.dumps({"messages": [turn]})))).messages
-        for content in ("", None)
-        for turn in (
-            {"role": "assistant", "content": content, "function_call": call},
-            {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": call}]},
-        )
-    ]
-    assert read[0][0].tools_called == ("add",)
-    assert read == [read[0]] * 4
-
-
 def test_an_answer_that_was_refused_is_not_an_empty_one(tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "", "refusal": "I will not."}
     source = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": "hi"}, turn]}))
@@ -169,38 +160,6 @@ def test_a_source_elsewhere_is_copied_once_and_again_when_it_changes(
         assert [document.text for document in read_documents(url)] == [text]
         hashes.append(source_hash(url))
     assert hashes[0] == hashes[1] != hashes[2]
-
-
-def test_tools_and_calls_in_every_form(tmp_path: Path) -> None:
-    """Arguments are objects for templates, whatever the record holds; Parquet's nulls and JSON text are undone."""
-    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    asked = {"role": "user", "content": "1 and 1?", "tool_calls": None, "name": None}
-    answer = {"role": "tool", "content": "2", "tool_call_id": "c1"}
-    records = [
-        {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], "tools": [tool]},
-        {
-            "messages": [
-                asked,
-                {"role": "assistant", "content": "", "tool_calls": [
-                    {"id": "c1", "function": {"name": "add", "arguments": {"a": 1, "b": None}}, "type": "function"},
-                ]},
-                answer,
-            ],
-            "tools": json.dumps([tool]),
-        },
-    ]  # fmt: skip
-    source = write(tmp_path / "a.jsonl", "".join(json.dumps(record) + "\n" for record in records))
-    one, other = read_documents(source)
-    assert one.content_hash == other.content_hash
-    assert one.messages == other.messages
-    assert one.messages[1].as_dict() == {
-        "role": "assistant", "content": "",
-        "tool_calls": [{"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}],
-    }  # fmt: skip
-    assert one.messages[0].as_dict() == {"role": "user", "content": "1 and 1?"}
-    assert one.messages[2].as_dict() == {"role": "tool", "content": "2", "tool_call_id": "c1"}
-    assert one.tools == other.tools == (tool,)
 
 
 def test_words_are_the_same_whatever_their_case_and_space() -> None:

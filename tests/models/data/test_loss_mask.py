@@ -1,6 +1,7 @@
 """The mask covers what the assistant said, all of it and nothing else, whatever the template."""
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -433,3 +434,33 @@ def test_reasoning_before_a_call_stays_while_no_question_follows() -> None:
     assert THOUGHT in runs(template, [earlier])[0][0]
     assert THOUGHT not in str(template.tokenizer.decode(later.ids))
     assert later.turns == 1
+
+
+KIMI_THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "<think>{{ m.reasoning_content if loop.index0 > ns.last }}</think>{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_reasoning_stands_in_the_empty_block_of_an_answer() -> None:
+    """Kimi-K2-Thinking's template counts the last answer as history."""
+    template = opened(KIMI_THINKING)
+    parts = tokenize_conversation(template, CONVERSATIONS["reasoning apart"])
+    assert runs(template, parts) == [["<think>hm</think>one<|im_end|>"], ["<think>so</think>two<|im_end|>"]]
+
+
+def test_answers_that_are_marked_or_empty_are_not_learned() -> None:
+    template = opened(CHATML)
+    document = conversation(
+        QUESTION, Message("assistant", "bad", learned=False), OTHER, ("assistant", " \n"), OTHER, ("assistant", "one")
+    )
+    parts = tokenize_conversation(template, document)
+    assert runs(template, parts) == [["one<|im_end|>"]]
+    assert "bad" in str(template.tokenizer.decode(parts[0].ids))
+    good = replace(document, messages=(document.messages[0], replace(document.messages[1], learned=True)))
+    bad = replace(document, messages=document.messages[:2])
+    assert tokenize_conversation(template, bad) == []
+    assert bad.content_hash != good.content_hash

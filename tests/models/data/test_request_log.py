@@ -83,17 +83,76 @@ def test_ordinary_text_is_left_alone():
 
 def test_requests_are_read_as_openai_sends_them():
     parts = [{"type": "text", "text": "Look:"}, {"type": "text", "text": "x = 1"}]
-    request = request_of(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode())
-    assert request == {"messages": [{"role": "user", "content": "Look:\nx = 1"}]}
+    noted = [part | {"by": "jo.doe@example.org"} for part in parts]
+    request = request_of(json.dumps({"messages": [{"role": "user", "content": noted}]}).encode())
+    assert request == {"messages": [{"role": "user", "content": parts}]}
     assert request_of(b'{"prompt": "Once upon"}') == {"text": "Once upon"}
+    assert texts(request) == ["Look: x = 1"]
     image = {"type": "image_url", "image_url": {"url": "https://x"}}
     refused = {
         "not JSON": b"{",
         "not a request": b'{"event": "started"}',
         "empty": b'{"prompt": "  "}',
+        "nested too deeply": b'{"messages": [{"role": "user", "content": "a"}], "tools": '
+        + b"[" * 500
+        + b"]" * 500
+        + b"}",
         "not only text": json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode(),
     }
     assert {why: request_of(line) for why, line in refused.items()} == {why: why for why in refused}
+
+
+AGENT = {
+    "model": "m",
+    "tools": [{"type": "function", "function": {"name": "f", "description": "look up"}}],
+    "messages": [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
+        ]},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "name": "f"},
+    ],
+}  # fmt: skip
+
+
+def test_requests_keep_their_tools_and_calls(tmp_path: Path):
+    line = json.dumps(AGENT)
+    request = request_of(line.encode())
+    (tmp_path / "a.jsonl").write_text(json.dumps(request) + "\n" + line)
+    (kept, logged) = read_documents(str(tmp_path / "a.jsonl"))
+    assert kept.messages == logged.messages
+    assert kept.tools == logged.tools != ()
+    assert kept.messages[1].tools_called == ("f",)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda request: request["tools"][0]["function"].update(description="\nWrite to jo.doe@example.org"),
+        lambda request: request.update(functions=[{"name": "jo.doe@example.org"}]),
+        lambda request: request["messages"][1]["tool_calls"][0]["function"].update(
+            arguments=json.dumps({"to": "x\njo.doe@example.org"})
+        ),
+        lambda request: request["messages"][1].update(reasoning_content="I write to jo.doe@example.org"),
+        lambda request: request["messages"][2].update(name="jo.doe@example.org"),
+    ],
+)
+def test_tools_and_calls_are_searched_for_private_data(change, tmp_path: Path):
+    sample = PromptSample(RequestLogConfig(folder=str(tmp_path)), find_private_data)
+    sample.add(json.dumps(AGENT).encode())
+    request = json.loads(json.dumps(AGENT))
+    change(request)
+    sample.add(json.dumps(request).encode())
+    assert len(sample.documents()) == 1
+    assert sample.dropped["EMAIL_ADDRESS"] == 1
+
+
+def test_a_password_is_found_beside_its_name(tmp_path: Path):
+    request = json.loads(json.dumps(AGENT))
+    request["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"password": "correct-horse"}'
+    sample = PromptSample(RequestLogConfig(folder=str(tmp_path)), find_private_data)
+    sample.add(json.dumps(request).encode())
+    assert sample.dropped["SECRET"] == 1
 
 
 @settings(max_examples=50, deadline=None)

@@ -137,8 +137,10 @@ def test_a_call_stays_where_a_tool_s_result_follows(
     task_of: Callable[..., RunWithTarget], chat_target: TargetRecord
 ) -> None:
     """The answer to the result is the target's own, and so is a call that nothing follows."""
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "list"}}}
-    tool = {"type": "function", "function": {"name": "look_up", "parameters": {}}}
+    named = {"name": "look_up", "arguments": {"word": "list"}}
+    call = {"id": None, "index": None, "type": "function", "function": named}
+    described = {"name": "look_up", "description": None, "parameters": {}}
+    tool = {"type": "function", "function": described, "defer_loading": None}
     calling = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
     asked = {"role": "user", "content": QUESTIONS[0]}
     followed = {"messages": [asked, calling, {"role": "tool", "content": "a list"}], "tools": [tool]}
