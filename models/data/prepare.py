@@ -39,7 +39,7 @@ from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
-FORMAT = 7
+FORMAT = 8
 """Increment when the same input gives other samples."""
 
 BINS = 24
