@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,16 +77,23 @@ class Document:
 
     @property
     def dialogue_hash(self) -> str:
-        """Hash of the questions that a dialogue begins with, at least `TOLD_APART` words of them.
+        """Hash of the questions that a dialogue begins with, at least `TOLD_APART` words or an image of them.
 
         Several answers to one question have it in common, and the requests of one dialogue, each of which holds all
-        turns before it. Of plain text, tokens alone and dialogues with fewer words it is the content's.
+        turns before it. System prompts count without digits: many tell the time. Of plain text, tokens alone and
+        dialogues with fewer words it is the content's.
         """
-        words, asked = 0, list[str]()
+        words, asked = 0, list[Any]()
+        # Of regenerated dialogues the tokens have them.
+        first = [image for part in self.tokens[:1] for image in part.images[:1]]
         for message in () if self.plain else self.messages:
-            if message.role == "user":
-                asked.append(" ".join(message.content.split()).casefold())
-                words += len(message.content.split())
+            text = " ".join(message.content.split()).casefold()
+            if message.role == "system":
+                asked.append(re.sub(r"\d", "", text))
+            elif message.role == "user":
+                images = _names(message.images or first)
+                asked.append([text, *images])
+                words += len(text.split()) + TOLD_APART * len(images)
             if words >= TOLD_APART:
                 return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
         return self.content_hash
@@ -110,11 +118,16 @@ class Document:
         turns: list[Any] = []
         for message in self.messages:
             more = [normalize(message.reasoning), dict(message.more)] if message.reasoning or message.more else []
-            shown = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in message.images]
+            shown = _names(message.images)
             skipped = [] if message.learned else ["not learned"]
             turns.append([message.role, normalize(message.content), *more, *([shown] if shown else []), *skipped])
         parts = [self.plain, turns, *([list(self.tools)] if self.tools else []), *([self.media] if self.media else [])]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _names(images: Sequence[Image]) -> list[str]:
+    """Addresses of images, or hashes of what was given whole."""
+    return [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in images]
 
 
 def source_hash(source: str) -> str:

@@ -227,6 +227,15 @@ def test_answers_to_one_question_are_on_one_side(make_tokenizer) -> None:
     assert not {one.document for one in splits.train} & {one.document for one in splits.heldout}
 
 
+def test_system_prompts_and_images_tell_dialogues_apart_and_the_time_does_not() -> None:
+    def name(system: str, *images: str, question: str = ASKED) -> str:
+        asked = Message("user", question, images=images)
+        return Document("a:1", (Message("system", system), asked), plain=False).dialogue_hash
+
+    assert name("It is 12:03.") == name("It is 12:04.") != name("It is late.")
+    assert len({name("", "cat.png", question="?"), name("", "dog.png", question="?"), name("", question="?")}) == 3
+
+
 def test_short_openings_are_no_common_dialogue(make_tokenizer) -> None:
     made = encoder(make_tokenizer(CHATML), chat_template="tokenizer", max_tokens=500)
     documents = [
