@@ -24,7 +24,10 @@ class RequestLogConfig(StrictConfig):
         description="Most requests that are kept; logs are read from the newest file until there are enough.",
     )
     longest_characters: int = Field(
-        default=20_000, ge=1, le=100_000_000, description="Longest request, in characters; others are left out."
+        default=20_000,
+        ge=1,
+        le=100_000_000,
+        description="Longest request with its tools, in characters; others are left out.",
     )
     low_acceptance: float = Field(
         default=1.0,

@@ -60,7 +60,9 @@ class DataConfig(StrictConfig):
         "learned with them. Default: they are left out.",
     )
     turns: Literal["all", "last"] = Field(
-        default="all", description="Which answers of a conversation are learned: all of them, or only the last."
+        default="all",
+        description="Which answers of a conversation are learned: all of them, or only the last. Empty answers "
+        "and those with `weight: 0` are never learned.",
     )
     thinking: Literal["keep", "strip", "mask"] = Field(
         default="keep",
