@@ -31,7 +31,7 @@ WORDS, DRAWS = 24, 600
 def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]:
     """A run whose draft knows the target's answers to some prompts with images by heart."""
 
-    def make(family: str, sampling: str, conversations: int = 64) -> PreparedRun:
+    def make(family: str, sampling: str, conversations: int = 96) -> PreparedRun:
         settings = [f"benchmark.max_new_tokens={WORDS}", f"benchmark.lookahead={LOOKAHEAD}", "benchmark.loads=[]"]
         settings += [f"promotion.traffic.sampling={sampling}", "benchmark.served_concurrency=[]"]
         folder = seeing_run(family, *settings, draft=BY_HEART, conversations=conversations)
