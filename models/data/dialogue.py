@@ -59,6 +59,7 @@ class Dialogue:
 
     def __post_init__(self) -> None:
         document = self.document
+        self._generated = generated_turns(document.messages)
         if document.media and not (self.sees and document.images):
             self.fault = f"{document.place}: {document.media}{TEXT_ALONE}"
         elif len(document.messages) == 1 and not document.plain and document.messages[0].role == "assistant":
@@ -72,12 +73,11 @@ class Dialogue:
     @property
     def asked_before(self) -> set[str]:
         """The same hash of each shorter dialogue that this one continues, of which it holds all answers."""
-        given = self.document.messages
-        return {self._hash(turn) for turn in range(len(given)) if is_generated(given, turn)} - {self.asked}
+        return {self._hash(turn) for turn, generated in enumerate(self._generated) if generated} - {self.asked}
 
     def _hash(self, end: int) -> str:
         given = self.document.messages
-        kept = tuple(given[turn] for turn in range(end) if not is_generated(given, turn))
+        kept = tuple(given[turn] for turn in range(end) if not self._generated[turn])
         return replace(self.document, messages=kept).content_hash
 
     def advance(self) -> bool:
@@ -85,7 +85,7 @@ class Dialogue:
         if self.fault or (self.document.plain and self.samples):
             return False
         given = self.document.messages
-        while len(self.turns) < len(given) and not is_generated(given, len(self.turns)):
+        while len(self.turns) < len(given) and not self._generated[len(self.turns)]:
             self.turns.append(given[len(self.turns)])
         return len(self.turns) < len(given) or self.turns[-1].role != "assistant"
 
@@ -105,14 +105,17 @@ class Dialogue:
         self.tokens += len(generated)
 
 
-def is_generated(messages: Sequence[Message], turn: int) -> bool:
-    """Whether the target generates this turn: any answer, except a greeting, which comes before the first question,
+def generated_turns(messages: Sequence[Message]) -> tuple[bool, ...]:
+    """Whether the target generates each turn: any answer, except a greeting, which comes before the first question,
     and a tool call that the tool's result follows."""
-    followed = turn + 1 < len(messages) and messages[turn + 1].role == "tool"
-    if messages[turn].role != "assistant" or (messages[turn].tools_called and followed):
-        return False
-    asked = [message.role in ("user", "tool") for message in messages]
-    return any(asked[:turn]) if any(asked) else turn > 0
+    asks = [message.role in ("user", "tool") for message in messages]
+    first = asks.index(True) if True in asks else 0
+    return tuple(
+        message.role == "assistant"
+        and turn > first
+        and not (message.tools_called and turn + 1 < len(messages) and messages[turn + 1].role == "tool")
+        for turn, message in enumerate(messages)
+    )
 
 
 def check_answerable(document: Document) -> None:
@@ -167,7 +170,7 @@ class Prompter:
     def leave_open(self, dialogue: Dialogue) -> None:
         """Make the dialogue end with the prompt for its last answer, after the given ones; perhaps with a fault."""
         given = dialogue.document.messages
-        generated = [turn for turn in range(len(given)) if is_generated(given, turn)]
+        generated = [turn for turn, is_one in enumerate(generated_turns(given)) if is_one]
         opens = dialogue.document.plain or given[-1].role != "assistant" or not generated
         dialogue.turns = list(given if opens else given[: generated[-1]])
         prompt = None if dialogue.fault else self._checked(dialogue)
