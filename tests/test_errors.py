@@ -219,7 +219,13 @@ DATA = [
         "made with the tokenizer 000",
         "target's own",
     ),
-    ("tokens and text", jsonl(TOKENS, {"text": "words"}), [], ".jsonl:2: some records hold tokens", "make two sources"),
+    (
+        "tokens and text",
+        jsonl(TOKENS, {"text": "words"}),
+        [],
+        ".jsonl:2: a plain text, and the first",
+        "make two sources",
+    ),
     (
         "tokens as prompts",
         jsonl(TOKENS),

@@ -7,6 +7,8 @@ from pydantic import ConfigDict, Field, model_validator
 from infra.config import Address, AtLeastOne, Share, StrictConfig, Tokens
 from infra.refusal import Refusal
 
+OWN_TEMPLATE, NO_TEMPLATE = "tokenizer", "none"
+"""Values of `data.chat_template` that are no files."""
 LIVE = "live"
 """`data.source` of a run that learns from servers' users."""
 PLAIN_BATCH = 16
@@ -70,7 +72,7 @@ class DataConfig(StrictConfig):
         "from given answers, or shown but not learned.",
     )
     chat_template: Address = Field(
-        default="tokenizer",
+        default=OWN_TEMPLATE,
         description="`tokenizer`: the target's own chat template. A path: the Jinja file that the target is served "
         "with. `none`: plain text with every token supervised, or tokens with their own mask.",
     )
@@ -112,7 +114,7 @@ class DataConfig(StrictConfig):
                 "data.regeneration.capture answers prompts of text alone: leave it out, and the target answers about "
                 "the images before they are captured"
             )
-        if self.chat_template == "none" and self.images is not None:
+        if self.chat_template == NO_TEMPLATE and self.images is not None:
             raise Refusal(
                 "data.images: only a chat template knows where images stand: leave data.chat_template or data.images "
                 "out"

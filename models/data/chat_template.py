@@ -15,12 +15,10 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from infra.refusal import Refusal
 from infra.settings import expanded
-from models.config.data import TemplateArgument
+from models.config.data import NO_TEMPLATE, OWN_TEMPLATE, TemplateArgument
 from models.data.message import joined
 from models.data.thinking import CLOSED, Span
 
-OWN, NONE = "tokenizer", "none"
-"""Values of `data.chat_template` that are no files."""
 FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError, ArithmeticError)
 """Raised by templates for conversations that they were not written for."""
 PROBE = "probe"
@@ -182,7 +180,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 def open_chat_template(
     tokenizer: PreTrainedTokenizerBase,
-    name: str = OWN,
+    name: str = OWN_TEMPLATE,
     arguments: Mapping[str, TemplateArgument] | None = None,
     ends: frozenset[int] = frozenset(),
 ) -> ChatTemplate | None:
@@ -197,12 +195,12 @@ def open_chat_template(
     Raises Refusal: no template, a missing or broken file, or an argument that the template never reads.
     """
     arguments = arguments or {}
-    if name == NONE:
+    if name == NO_TEMPLATE:
         if arguments:
             raise Refusal("data.template_arguments needs a chat template, and data.chat_template is none: remove one")
         return None
     source = read_template_file(name) or _own(tokenizer)
-    _check_syntax(source, str(tokenizer.name_or_path) if name == OWN else name)
+    _check_syntax(source, str(tokenizer.name_or_path) if name == OWN_TEMPLATE else name)
     text = source if isinstance(source, str) else "\n".join(source.values())
     for argument in arguments:
         if not re.search(rf"\b{re.escape(argument)}\b", text):
@@ -229,7 +227,7 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> str | Mapping[str, str]:
 
 def read_template_file(name: str) -> str | None:
     """The text of the Jinja file that `data.chat_template` names; None if it names none. Raises Refusal without it."""
-    if name in (OWN, NONE):
+    if name in (OWN_TEMPLATE, NO_TEMPLATE):
         return None
     path = expanded("data.chat_template", name)
     try:

@@ -13,14 +13,13 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.quantities import plural
 from infra.refusal import Refusal
-from models.config.data import LIVE, DataConfig
+from models.config.data import LIVE, NO_TEMPLATE, DataConfig
 from models.config.recipe import read_config
-from models.data.conversations import PYTHON_DOCS, Document, training_documents
+from models.data.conversations import PYTHON_DOCS, training_documents
 from models.data.kinds import Selection
 from models.data.sources import find_source
 from models.progress_bars import counting
 
-NONE = "none"
 SHOWN_SUFFIXES = 5
 """Most suffixes of unread files in a message."""
 
@@ -62,8 +61,8 @@ def check_data(config: DataConfig) -> DataCheck:
     kinds, roles, broken = Counter[str](), Counter[str](), list[str]()
     silent = 0
     for document in counting(training_documents(config, broken), "checking data"):
-        kinds[kind_of(document)] += 1
-        if document.plain and not document.tokens and config.chat_template != NONE:
+        kinds[document.kind] += 1
+        if document.plain and not document.tokens and config.chat_template != NO_TEMPLATE:
             raise Refusal(
                 f"{document.place}: plain text has no turns for a chat template: set data.chat_template=none "
                 "(`data check`: --chat-template none), or give conversations"
@@ -72,13 +71,6 @@ def check_data(config: DataConfig) -> DataCheck:
         silent += not document.plain and all(message.role != "assistant" for message in document.messages)
     selection = None if config.source == PYTHON_DOCS else find_source(config.source).selection
     return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, silent)), selection)
-
-
-def kind_of(document: Document) -> str:
-    """What the document is, for people."""
-    if not document.plain:
-        return "conversation"
-    return "token record" if document.tokens else "plain text"
 
 
 def _files(selection: Selection) -> str:
@@ -93,7 +85,7 @@ def _files(selection: Selection) -> str:
 
 
 def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[str]:
-    if config.chat_template == NONE and kinds["conversation"]:
+    if config.chat_template == NO_TEMPLATE and kinds["conversation"]:
         yield (
             f"data.chat_template=none: {plural(kinds['conversation'], 'conversation')} would be learned whole, with "
             "what users and system said; leave it out, and only what the assistant said is learned"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.refusal import Refusal
-from models.config.data import LIVE, DataConfig
+from models.config.data import LIVE, NO_TEMPLATE, DataConfig
 from models.data import python_docs
 from models.data.media import Image, as_text, media_in
 from models.data.message import Message
@@ -57,6 +57,13 @@ class Document:
     """Its samples, if it is tokenized."""
     media: str = ""
     """What it holds beside text, and where, for a person; empty for text alone."""
+
+    @property
+    def kind(self) -> str:
+        """What it is, for people."""
+        if not self.plain:
+            return "conversation"
+        return "token record" if self.tokens else "plain text"
 
     @property
     def images(self) -> tuple[Image, ...]:
@@ -164,9 +171,24 @@ def read_documents(source: str) -> Iterator[Document]:
 def training_documents(config: DataConfig, broken: list[str] | None = None) -> Iterator[Document]:
     """`read_documents` without broken records, whose places and reasons are added to `broken`.
 
-    Raises Refusal at the end where they are more than `data.max_broken_share` of all.
+    Records of another kind than the first one are broken, too: tokens beside text, and under a chat template plain text
+    beside conversations. Raises Refusal at the end where they are more than `data.max_broken_share` of all.
     """
-    return converted(read_records(config.source), as_document, config.max_broken_share, broken)
+    first: Document | None = None
+
+    def as_the_first(place: str, record: Any) -> Document:
+        nonlocal first
+        document = as_document(place, record)
+        first = first or document
+        other_turns = document.plain != first.plain and config.chat_template != NO_TEMPLATE
+        if other_turns or bool(document.tokens) != bool(first.tokens):
+            raise Refusal(
+                f"{place}: a {document.kind}, and the first record ({first.place}) is a {first.kind}: make two sources "
+                "of them, or leave the line out"
+            )
+        return document
+
+    return converted(read_records(config.source), as_the_first, config.max_broken_share, broken)
 
 
 def as_document(place: str, record: Any) -> Document:

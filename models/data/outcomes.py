@@ -56,7 +56,6 @@ class Outcome:
     place: str
     wording: str
     """Hash of its words; empty for one that is refused for what it holds beside text."""
-    has_tokens: bool
     counts: PreparationCounts
     samples: tuple[EncodedSample, ...] = ()
     error: str = ""
@@ -66,15 +65,10 @@ class Outcome:
 def collect(outcomes: Iterable[Outcome], config: DataConfig, counts: PreparationCounts) -> Iterator[EncodedSample]:
     """The samples of all documents in order, without those that have the words of an earlier one.
 
-    Raises Refusal for an outcome with an error, for tokens beside text, and at the end where too many were refused.
+    Raises Refusal for an outcome with an error, and at the end where too many were refused.
     """
     seen: set[bytes] = set()
-    tokens: bool | None = None
     for outcome in outcomes:
-        if tokens is None:
-            tokens = outcome.has_tokens
-        elif tokens != outcome.has_tokens:
-            raise Refusal(f"{outcome.place}: some records hold tokens, others text: make two sources of them")
         counts.documents += 1
         wording = bytes.fromhex(outcome.wording)[:16]  # half of the hash: there may be millions
         if wording in seen:
@@ -106,7 +100,6 @@ def write_outcomes(path: Path, outcomes: Sequence[Outcome]) -> None:
         {
             "place": outcome.place,
             "wording": outcome.wording,
-            "has_tokens": outcome.has_tokens,
             "counts": asdict(outcome.counts),
             "error": outcome.error,
             "samples": [

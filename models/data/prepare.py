@@ -24,10 +24,10 @@ from infra.processes.exit import run_main
 from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.settings import cache_folder
-from models.config.data import LIVE, DataConfig
+from models.config.data import LIVE, NO_TEMPLATE, DataConfig
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import read_excluded_prompts
-from models.data.chat_template import NONE, open_chat_template
+from models.data.chat_template import open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.encoded import EncodedSample
 from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
@@ -39,7 +39,7 @@ from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
-FORMAT = 8
+FORMAT = 9
 """Increment when the same input gives other samples."""
 
 BINS = 24
@@ -57,7 +57,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
     ends = frozenset(target.eos_ids)
     chat = open_chat_template(tokenizer, config.chat_template, config.template_arguments)
-    template = NONE if chat is None else chat.hash
+    template = NO_TEMPLATE if chat is None else chat.hash
     made_by = tokenizer_hash(Path(target.path))
     key = _hash(
         FORMAT,
@@ -145,7 +145,7 @@ def prepare_live(run: RunFolder, config: DataConfig, target: TargetRecord, add_b
     splits = Splits(train=sorted((*texts[:half], *places), key=lambda one: one.id), heldout=texts[half:])
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
     encoder = SampleEncoder(tokenizer, config, add_bos, tokenizer_hash=tokenizer_hash(Path(target.path)))
-    template = NONE if encoder.template is None else encoder.template.hash
+    template = NO_TEMPLATE if encoder.template is None else encoder.template.hash
     folder.mkdir(mode=0o700, exist_ok=True)
     write_sample_set(folder, splits, _record(splits, encoder, template, sha256_file(run.live)))
     return read_manifest(folder).samples

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from infra.processes.exit import run_main
 from infra.refusal import Refusal
-from models.config.data import DataConfig
-from models.data.check import check_data, kind_of
+from models.config.data import NO_TEMPLATE, DataConfig
+from models.data.check import check_data
 from models.data.conversations import training_documents
 from models.data.tokenizer import read_tokenizer
 
@@ -59,12 +59,12 @@ def main() -> None:
     config = DataConfig(
         source=options.source,
         chat_template=options.chat_template,
-        overlong="split" if options.chat_template == "none" else "truncate",
+        overlong="split" if options.chat_template == NO_TEMPLATE else "truncate",
         max_broken_share=options.max_broken_share,
     )
     if options.kind:
         for document in islice(training_documents(config), 1):
-            print(kind_of(document))
+            print(document.kind)
         return
     checked = check_data(config)
     for line in checked.lines():

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.benchmark import BenchmarkConfig
-from models.config.data import DataConfig, RegenerationConfig, TemplateArgument
+from models.config.data import NO_TEMPLATE, OWN_TEMPLATE, DataConfig, RegenerationConfig, TemplateArgument
 from models.config.recipe import RunConfig
-from models.data.chat_template import NONE, OWN, open_chat_template
+from models.data.chat_template import open_chat_template
 from models.data.conversations import Document, Message, read_documents, read_records, source_hash
 from models.data.dialogue import Prompter
 from models.data.media import Prompt
@@ -182,7 +182,7 @@ def question_prompts(
             "longest prompt, or give another suite"
         )
     categories = tuple(question.category or "" for question in prompts.values())
-    content, rendered_by = source_hash(suite_address(source)), NONE if template is None else template.hash
+    content, rendered_by = source_hash(suite_address(source)), NO_TEMPLATE if template is None else template.hash
     # The only category of a suite would repeat the suite's own figure.
     several = len(set(categories)) > 1
     return SuitePrompts(list(map(list, prompts)), categories if several else (), content, rendered_by, too_long)
@@ -223,7 +223,7 @@ def suite_prompts(config: RunConfig, target: TargetRecord, name: str) -> SuitePr
     try:
         suite = find_suite_format(name, source)
         if suite is None:
-            own = data.chat_template in (NONE, OWN) or next(read_documents(source)).plain
+            own = data.chat_template in (NO_TEMPLATE, OWN_TEMPLATE) or next(read_documents(source)).plain
             template = AUTO if own else data.chat_template
             prompts, rendered_by = read_prompts(
                 source, target, config.benchmark, template, add_bos, data.template_arguments
@@ -247,7 +247,7 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, name: str, *, plain: boo
     """The value of `data.chat_template` that `auto` stands for; any other name is its own."""
     if name != AUTO:
         return name
-    return NONE if plain or not tokenizer.chat_template else OWN
+    return NO_TEMPLATE if plain or not tokenizer.chat_template else OWN_TEMPLATE
 
 
 def read_prompts(
@@ -264,7 +264,7 @@ def read_prompts(
     data = DataConfig(
         source=source,
         chat_template=name,
-        template_arguments=dict(template_arguments or {}) if name != NONE else {},
+        template_arguments=dict(template_arguments or {}) if name != NO_TEMPLATE else {},
         max_tokens=max(1024, 4 * config.prompt_tokens),
     )
     encoder = SampleEncoder(
@@ -281,7 +281,7 @@ def read_prompts(
         config.prompts,
         config.prompt_tokens,
     )
-    return prompts, NONE if encoder.template is None else encoder.template.hash
+    return prompts, NO_TEMPLATE if encoder.template is None else encoder.template.hash
 
 
 def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:

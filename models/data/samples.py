@@ -100,7 +100,7 @@ class SampleEncoder:
                     samples += self._samples(document, one, known, counts)
                 except Refusal as refusal:
                     error = str(refusal)
-            yield Outcome(document.place, wording, bool(document.tokens), counts, tuple(samples), error)
+            yield Outcome(document.place, wording, counts, tuple(samples), error)
 
     def _shown(self, document: Document) -> Document | None:
         """The document as it is learned; None where nothing is left of it."""

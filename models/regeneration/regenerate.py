@@ -30,8 +30,9 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.run.gpu_use import measured_use
 from infra.settings import cache_folder
+from models.config.data import NO_TEMPLATE
 from models.config.recipe import read_config
-from models.data.chat_template import NONE, open_chat_template
+from models.data.chat_template import open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
 from models.data.dialogue import Dialogue, check_answerable
 from models.data.images import images_hash
@@ -113,7 +114,7 @@ def _key(run: RunWithTarget, content: str) -> str:
         run.target.revision,
         regeneration_settings(run).model_dump(mode="json"),
         tokenizer_hash(Path(run.target.path)),
-        NONE if template is None else template.hash,
+        NO_TEMPLATE if template is None else template.hash,
         config.data.max_tokens,
         config.target.add_bos,
         config.generator.engine,

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -65,6 +66,18 @@ def test_what_is_kept_and_what_is_refused(source, lines: list[str | None], share
     else:
         assert len(list(documents)) == len(lines) - broken
         assert len(faults) == broken
+
+
+@pytest.mark.parametrize("stray", [{"text": "stray"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])
+def test_a_record_of_another_kind_is_a_broken_one(source, stray: dict[str, Any]) -> None:
+    file = source(*[TALK] * 9, stray)
+    checked = check_data(DataConfig(source=file))
+    assert checked.kinds == {"conversation": 9}
+    (fault,) = checked.broken
+    kind = "plain text" if "text" in stray else "token record"
+    assert fault.startswith(f"{file}:10: a {kind}, and the first record ({file}:1) is a conversation: make two")
+    whole = check_data(DataConfig(source=file, chat_template="none"))
+    assert whole.kinds == {"conversation": 9} | ({"plain text": 1} if "text" in stray else {})
 
 
 def test_conversations_without_a_mask_are_warned_of(source) -> None:

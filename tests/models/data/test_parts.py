@@ -40,7 +40,7 @@ def settings(make_tokenizer: Any, tmp_path: Path) -> EncoderSettings:
 def same(found: list[Outcome], expected: list[Outcome]) -> bool:
     def plain(one: Outcome) -> tuple[Any, ...]:
         samples = [(each.id, each.document, each.turns, each.thinking, each.prompt) for each in one.samples]
-        return one.place, one.wording, one.has_tokens, one.counts, one.error, samples
+        return one.place, one.wording, one.counts, one.error, samples
 
     return list(map(plain, found)) == list(map(plain, expected))
 
@@ -90,8 +90,8 @@ def test_a_killed_preparation_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_a_part_is_read_as_it_was_written(tmp_path: Path) -> None:
-    nothing = Outcome("b.txt:1", "", False, PreparationCounts(refusals=["b.txt:1: an image"]))
-    wrong = Outcome("b.txt:2", "ab" * 32, True, PreparationCounts(), error="b.txt:2: another tokenizer")
+    nothing = Outcome("b.txt:1", "", PreparationCounts(refusals=["b.txt:1: an image"]))
+    wrong = Outcome("b.txt:2", "ab" * 32, PreparationCounts(), error="b.txt:2: another tokenizer")
     write_outcomes(tmp_path / "part.npz", [nothing, wrong])
     assert list(read_outcomes(tmp_path / "part.npz")) == [nothing, wrong]
     assert np.load(tmp_path / "part.npz")["tokens"].dtype == np.int32

@@ -328,8 +328,6 @@ def test_tokens_of_another_tokenizer_are_refused(make_tokenizer) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             list(made.encode([document]))
-    with pytest.raises(ValueError, match=r"a\.txt:1: some records hold tokens, others text"):
-        list(encoder(tokenizer).encode([tokens([1, 2, 3, 4], [1] * 4), text("12345")]))
     with pytest.raises(ValueError, match=r"t\.jsonl:3: tokens have no turns for a chat template"):
         list(encoder(make_tokenizer("x"), chat_template="tokenizer").encode([good]))
 

@@ -47,7 +47,9 @@ def test_steps_after_an_image_are_those_of_the_walk(
     shown = seen_prompts(run.open_samples(), 10, run.samples.longest)
     # A text in which the target says an image's token ends there; the server, asked to go on, goes on.
     asked_for = zip(shown, engine.continue_greedily(shown, WORDS), strict=True)
-    prompts, texts = zip(*[(prompt, text) for prompt, text in asked_for if len(text.continuation) == WORDS], strict=True)
+    prompts, texts = zip(
+        *[(prompt, text) for prompt, text in asked_for if len(text.continuation) == WORDS], strict=True
+    )
     assert len(texts) > 3
     samples = [sample_of(engine, prompt, text, media) for prompt, text in zip(prompts, texts, strict=True)]
     draft = learned_by_heart(run, samples)
