@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scheduled_verification import Scheduled
 from sources import Ground, add_arguments, load, numbers
 
 from infra.files.atomic import write_atomically
@@ -31,7 +32,6 @@ from models.decoding.continuations import continue_batch
 from models.decoding.goodput import FittedCosts
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_greedily
-from models.decoding.scheduled import Scheduled
 from models.decoding.speculative import speculate_together
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource

@@ -23,6 +23,7 @@ import torch
 from goodput import CLOCKS
 from rich.console import Console
 from rich.table import Table
+from scheduled_verification import Scheduled, admitted
 from sources import numbers
 from torch import Tensor
 
@@ -42,7 +43,6 @@ from models.decoding.acceptance import AcceptedCounts, by_position
 from models.decoding.calibration import calibrate, decoded_confidences
 from models.decoding.goodput import FittedCosts, fit, predict
 from models.decoding.plain import prefill
-from models.decoding.scheduled import Scheduled, admitted
 from models.decoding.speculative import Conversation, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
 from models.drafts.batched_proposer import ProposalSource

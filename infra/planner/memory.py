@@ -3,6 +3,8 @@
 Calibrated against the allocator (benchmarks/planner.py measures what is predicted here, component by component).
 """
 
+from bisect import bisect_left
+
 from pydantic import Field
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Precision, TargetShape
@@ -214,12 +216,4 @@ def longest_sample(draft: DraftShape, target: TargetShape, setting: Setting, mem
     def fits(tokens: int) -> bool:
         return rank_memory(draft, target, setting, (tokens,)).total <= usable(memory_bytes)
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**30:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, 2**30), True, key=lambda tokens: not fits(tokens))

@@ -45,17 +45,6 @@ class CostFit(Record):
         shared = self.constant + self.together * (batch > 1) + self.per_position * tokens
         return shared + self.per_text * batch + self.per_token * total + beyond + several
 
-    def ragged_seconds(self, batch: int, total: float, longest: int) -> float:
-        """`total` tokens of `batch` texts, at most `longest` (2 or more) of each.
-
-        What several tokens cost beside their number is paid whatever the total, as in SGLang's tables: otherwise the
-        first proposal alone would have to earn it.
-        """
-        whole = batch * longest
-        saved = self.per_token * (whole - total)
-        saved += self.per_token_beyond * (max(0.0, whole - self.knee) - max(0.0, total - self.knee))
-        return self.seconds(batch, longest) - saved
-
 
 class Goodput(Record):
     """What one lookahead is expected to give at one load."""

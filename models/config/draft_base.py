@@ -1,6 +1,6 @@
 """Base classes of the draft methods' settings."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -197,4 +197,30 @@ class LossChoice(StrictConfig):
         return self.loss != "kl"
 
 
+class UnrolledSteps(StrictConfig):
+    """Settings of methods that train along several steps of the draft (training-time test, arXiv 2503.01840)."""
+
+    ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled steps of the training-time test.")
+    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of step j is ttt_decay ** j.")
+    ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
+        default=None,
+        description="Loss weight of each step; default: by ttt_decay, or by the objective that has its own.",
+    )
+
+    @model_validator(mode="after")
+    def _one_weight_for_each_step(self) -> Self:
+        if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
+            raise Refusal(
+                f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
+                "not all of them 0"
+            )
+        return self
+
+    @property
+    def step_weights(self) -> tuple[float, ...]:
+        """Loss weight of each step."""
+        return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
+
+
 LOSS_FIELDS = frozenset(LossChoice.model_fields)
+STEP_FIELDS = frozenset(UnrolledSteps.model_fields)

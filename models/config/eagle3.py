@@ -1,16 +1,16 @@
 """Settings of EAGLE-3 (arXiv 2503.01840), of EAGLE-3.1's norms (arXiv 2605.09992) and of published variants."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
 from models.config.axes import AxialShape
-from models.config.draft_base import LOSS_FIELDS, LossChoice, VocabularyChoice
+from models.config.draft_base import LOSS_FIELDS, STEP_FIELDS, LossChoice, UnrolledSteps, VocabularyChoice
 
 
-class Eagle3Config(LossChoice, VocabularyChoice, AxialShape):
+class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
     """Decoder layers, usually one, over the next token's embedding and the fused target features.
 
     EAGLE-3.1 is `fc_norm` and `norm_output` together.
@@ -18,7 +18,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, AxialShape):
 
     title: ClassVar[str] = "EAGLE-3"
     reads_embeddings: ClassVar[bool] = True
-    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights"}
+    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | STEP_FIELDS
     adaptive: ClassVar[bool] = True
 
     method: Literal["eagle3"] = Field(default="eagle3", description="Draft method.")
@@ -52,11 +52,6 @@ class Eagle3Config(LossChoice, VocabularyChoice, AxialShape):
         description="Train a copy of the target's token embeddings with the draft. SGLang serves EAGLE-3 drafts with "
         "the target's embeddings, so such a draft is measured by the reference decoder only.",
     )
-    ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled steps of the training-time test.")
-    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of step j is ttt_decay ** j.")
-    ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
-        default=None, description="Loss weight of each step; default: by ttt_decay."
-    )
 
     @property
     def obstacle_to_images(self) -> str:
@@ -78,17 +73,7 @@ class Eagle3Config(LossChoice, VocabularyChoice, AxialShape):
                 f"draft.sliding_window {self.sliding_window} must exceed ttt_steps {self.ttt_steps}: a step sees its "
                 "own chain whole"
             )
-        if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
-            raise Refusal(
-                f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
-                "not all of them 0"
-            )
         return self
-
-    @property
-    def step_weights(self) -> tuple[float, ...]:
-        """Loss weight of each step of the training-time test."""
-        return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """Decoder layers, the first of which reads twice the hidden size, that run `ttt_steps` times."""

@@ -1,14 +1,14 @@
 """Settings of MTP: the target's own next-n layer, trained further (arXiv 2412.19437, 2509.18362)."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
 from models.config.axes import AxialShape
-from models.config.draft_base import LOSS_FIELDS, LossChoice
+from models.config.draft_base import LOSS_FIELDS, STEP_FIELDS, LossChoice, UnrolledSteps
 from models.config.experts import Experts, target_experts
 from models.config.latent import LatentAttention
 
@@ -27,12 +27,12 @@ OF_MODEL_TYPE: dict[str, MtpFamily] = {
 """Model types of targets whose layout of an MTP layer is known."""
 
 
-class MtpConfig(LossChoice, AxialShape):
+class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
     """The target's own MTP layer. Training starts from the target's weights of it, and an export replaces these."""
 
     title: ClassVar[str] = "MTP"
     reads_embeddings: ClassVar[bool] = True
-    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | {"ttt_steps", "ttt_decay", "ttt_weights", "objective"}
+    training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | STEP_FIELDS | {"objective"}
     shareable: ClassVar[bool] = False
     reads_layers: ClassVar[bool] = False
     adaptive: ClassVar[bool] = True
@@ -69,12 +69,6 @@ class MtpConfig(LossChoice, AxialShape):
         "text's own tokens over recursive passes of the layer, step j weighted by 0.6 ** j (arXiv 2509.18362).",
     )
     ttt_steps: int = Field(default=3, ge=1, le=16, description="Steps of the layer in training.")
-    ttt_decay: float = Field(
-        default=0.8, gt=0, le=1, description="`training_time_test`: loss weight of step j is ttt_decay ** j."
-    )
-    ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
-        default=None, description="Loss weight of each step; default: by the objective."
-    )
 
     @model_validator(mode="after")
     def _is_one_full_layer(self) -> "MtpConfig":
@@ -84,20 +78,13 @@ class MtpConfig(LossChoice, AxialShape):
             raise Refusal("draft.gated_attention: gates have no bias here, so attention_bias must be false")
         if self.gated_attention and self.mla is not None:
             raise Refusal("draft.gated_attention: latent attention has no gates, so set one of the two")
-        if self.ttt_weights is not None and (len(self.ttt_weights) != self.ttt_steps or not any(self.ttt_weights)):
-            raise Refusal(
-                f"ttt_weights {list(self.ttt_weights)}: give one weight for each of the {self.ttt_steps} ttt_steps, "
-                "not all of them 0"
-            )
         return self
 
     @property
     def step_weights(self) -> tuple[float, ...]:
         """Loss weight of each step; those of FastMTP's objective sum to 1."""
-        if self.ttt_weights is not None:
-            return self.ttt_weights
-        if self.objective == "training_time_test":
-            return tuple(self.ttt_decay**step for step in range(self.ttt_steps))
+        if self.ttt_weights is not None or self.objective == "training_time_test":
+            return super().step_weights
         raw = [FASTMTP_DECAY**step for step in range(self.ttt_steps)]
         return tuple(weight / sum(raw) for weight in raw)
 

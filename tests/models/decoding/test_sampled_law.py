@@ -7,7 +7,9 @@ rows that are realigned wrongly would write something else; the last tests run t
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from models.config.draft import parse_draft_config
 from models.decoding import rejection
 from models.decoding.goodput import TERMS, FittedCosts
 from models.decoding.plain import Prefill
-from models.decoding.scheduled import Schedule, Scheduled, admitted
 from models.decoding.speculative import Conversation, decode_together, speculate
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource
@@ -28,6 +29,11 @@ from models.drafts.registry import build_draft
 from models.drafts.sampling import Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
 from models.drafts.vocabulary import DraftVocabulary
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from scheduled_verification import Schedule, Scheduled, admitted
+
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
 

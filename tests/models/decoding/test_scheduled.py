@@ -1,5 +1,8 @@
 """Scheduled verification and calibration against plain ones."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +11,10 @@ from hypothesis import strategies as st
 from infra.records.goodput import CostFit
 from models.decoding.calibration import GRID, calibrate, errors_by_position, expected_error, fit_temperatures
 from models.decoding.goodput import TERMS
-from models.decoding.scheduled import admitted
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from scheduled_verification import admitted, ragged_seconds
 
 
 def slowly(survivals: list[list[float]], seconds) -> list[int]:
@@ -58,7 +64,7 @@ def test_what_several_tokens_cost_at_once_does_not_end_the_search():
     survivals = torch.full((1, 7), 0.9).cumprod(-1)
     assert (1 + float(survivals.sum())) / jump.seconds(1, 8) > 1.5 / jump.seconds(1, 1)
     assert admitted(survivals, lambda total: jump.seconds(1, total)) == [0]
-    assert admitted(survivals, lambda total: jump.ragged_seconds(1, total, 8)) == [7]
+    assert admitted(survivals, lambda total: ragged_seconds(jump, 1, total, 8)) == [7]
 
 
 def test_expected_error_is_that_of_bins():

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +30,10 @@ from models.export.serving_settings import (
     vllm,
     write_settings,
 )
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from scheduled_verification import ragged_seconds
 
 SHAPE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32}
 EAGLE3, DFLASH = Eagle3Config(**SHAPE), DFlashConfig(block_size=4, **SHAPE)
@@ -171,7 +176,7 @@ def test_sglangs_table_of_steps_is_what_our_scheduler_decides_by():
     told = dspark_costs(measured(goodput_table(fitted, [0.6] * 7, (1, 4, 8), (0, 7))))
     for batch, of_batch in zip(told["bs_probes"], told["alpha_seconds"], strict=True):
         for total, of_tokens in zip(told["m_probes"], told["theta_seconds"], strict=True):
-            ours = target.ragged_seconds(batch, total, 8) + fitted.draft.seconds(batch, 7)
+            ours = ragged_seconds(target, batch, total, 8) + fitted.draft.seconds(batch, 7)
             assert told["bias_seconds"] + of_batch + of_tokens == pytest.approx(ours)
 
 

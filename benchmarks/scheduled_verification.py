@@ -11,12 +11,25 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from infra.records.goodput import CostFit
 from models.decoding.goodput import FittedCosts
 from models.drafts.batched_proposer import ChangedTurns, ProposalSource, Proposer, Turn
 from models.drafts.trees import Proposals, Tree
 
 Schedule = Callable[[Tensor, Callable[[int], float]], list[int]]
 """(see `admitted`)"""
+
+
+def ragged_seconds(cost: CostFit, batch: int, total: float, longest: int) -> float:
+    """`total` tokens of `batch` texts, at most `longest` (2 or more) of each.
+
+    What several tokens cost beside their number is paid whatever the total, as in SGLang's tables: otherwise the
+    first proposal alone would have to earn it.
+    """
+    whole = batch * longest
+    saved = cost.per_token * (whole - total)
+    saved += cost.per_token_beyond * (max(0.0, whole - cost.knee) - max(0.0, total - cost.knee))
+    return cost.seconds(batch, longest) - saved
 
 
 def admitted(survivals: Tensor, seconds: Callable[[int], float]) -> list[int]:
@@ -87,7 +100,7 @@ class ScheduledProposer(ChangedTurns):
         drafting = self.scheduled.costs.draft.seconds(len(rows), longest)
 
         def seconds(verified: int) -> float:
-            return drafting + self.scheduled.costs.target.ragged_seconds(len(rows), verified, longest + 1)
+            return drafting + ragged_seconds(self.scheduled.costs.target, len(rows), verified, longest + 1)
 
         kept = self.scheduled.schedule(survivals, seconds)
         return {row: _beginning(chains[row], count) for row, count in zip(rows, kept, strict=True)}
