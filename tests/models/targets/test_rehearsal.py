@@ -1,7 +1,14 @@
 """Architectures are tried at a small size: what cannot be decoded is refused, with the reason, before it is loaded."""
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig, MiniMaxConfig, PretrainedConfig, Qwen3NextConfig
+from transformers import (
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    MiniMaxConfig,
+    PretrainedConfig,
+    Qwen3_5Config,
+    Qwen3NextConfig,
+)
 
 from models.targets.rehearsal import miniature, rehearse
 
@@ -23,3 +30,10 @@ def test_published_sizes_become_small_with_all_kinds_of_layers(kind: type[Pretra
     assert set(getattr(small, "layer_types", ())) == set(getattr(config, "layer_types", ()))
     assert small.vocab_size == 128
     assert config.num_hidden_layers > 8, "the target's own configuration is left as it is"
+
+
+def test_errors_of_the_precision_that_the_target_names_refuse_no_architecture() -> None:
+    """Qwen3.5's sizes, in which a bfloat16 model with a cache and one without differ by 2 %."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+    linear = {"linear_num_key_heads": 16, "linear_num_value_heads": 48}
+    rehearse(Qwen3_5Config(text_config={**sizes, **linear, "num_hidden_layers": 4, "dtype": "bfloat16"}))
