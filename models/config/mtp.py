@@ -162,8 +162,8 @@ def own_layer(text: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in OF_MODEL_TYPE:
         known = ", ".join(OF_MODEL_TYPE)
         raise Refusal(f"draft.method=mtp: no MTP layer of model type {kind!r} is known ({known} are): {other}")
-    if (count := text.get("num_nextn_predict_layers") or 1) > 1:
-        raise Refusal(f"draft.method=mtp: this {kind} has {count} MTP layers, and one can be trained: {other}")
+    if (count := text.get("num_nextn_predict_layers", text.get("mtp_num_hidden_layers", 1))) != 1:
+        raise Refusal(f"draft.method=mtp: this {kind} has {count or 'no'} MTP layers, and one can be trained: {other}")
     family, rope = OF_MODEL_TYPE[kind], text.get("rope_parameters") or {}
     rotated = text.get("partial_rotary_factor") or rope.get("partial_rotary_factor")
     found = {

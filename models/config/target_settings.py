@@ -23,6 +23,11 @@ from models.config.target import TargetConfig, TinyRecipe
 HUB_S = 2.0
 WIDTH_MULTIPLE = 128
 """Where the target names no feed-forward size, the chosen one is a multiple of this."""
+HEAD_DIM, HEADS_MULTIPLE, KV_HEADS = 128, 16, 8
+"""Where the target's heads do not suit a draft, it has heads of this size, as many as its tensor-parallel server may
+divide, and so many of keys and values."""
+LARGEST_HEAD = 256
+"""Largest head of common attention kernels."""
 CHAT_PROMPT_TOKENS = 512
 """Longest prompt of the benchmark where text is rendered by a chat template, unless samples are shorter."""
 Tree = dict[str, Any]
@@ -164,15 +169,36 @@ def default_layers(num_layers: int) -> list[int]:
     return sorted(set(chosen))
 
 
+def _heads(text: Mapping[str, Any], as_targets: bool) -> Tree:
+    """The target's heads, or usual ones where its own are of a kind that only its attention has.
+
+    Latent attention has many heads of sizes that follow from it, and others (DeepSeek-V4, MiMo-V2) have sizes for which
+    engines have no common kernel. `as_targets`: the target's in any case.
+    """
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    size = text.get("head_dim") or hidden // heads
+    latent, values = text.get("kv_lora_rank"), text.get("v_head_dim") or size
+    if not latent and (as_targets or (size <= LARGEST_HEAD and values == size)):
+        return {"num_heads": heads, "num_kv_heads": text.get("num_key_value_heads") or heads, "head_dim": size}
+    if as_targets or hidden < HEADS_MULTIPLE * HEAD_DIM:
+        return {"num_heads": heads, "num_kv_heads": heads, "head_dim": hidden // heads}
+    several = -(-hidden // HEAD_DIM // HEADS_MULTIPLE) * HEADS_MULTIPLE
+    return {"num_heads": several, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+
+
+def _width(text: Mapping[str, Any], least: int) -> int:
+    """The target's feed-forward size; a usual one where it names none, or one below `least`, as of a single expert."""
+    hidden, named = text["hidden_size"], text.get("intermediate_size") or 0
+    return named if named >= least else -(-8 * hidden // 3 // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
 def _layer(text: Mapping[str, Any], draft: Tree) -> Tree:
     """The draft's settings, completed by a layer like the target's. KeyError names what the target does not say."""
-    hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    latent = text.get("kv_lora_rank")
-    layer: Tree = {
-        "num_heads": heads,
-        "num_kv_heads": heads if latent else text.get("num_key_value_heads") or heads,
-        "head_dim": hidden // heads if latent else text.get("head_dim") or hidden // heads,
-        "intermediate_size": text.get("intermediate_size") or -(-8 * hidden // 3 // WIDTH_MULTIPLE) * WIDTH_MULTIPLE,
+    hidden, latent = text["hidden_size"], text.get("kv_lora_rank")
+    # An MTP layer is one of the target's.
+    as_targets = draft["method"] == "mtp" or isinstance(draft.get("mla"), dict)
+    layer = _heads(text, as_targets) | {
+        "intermediate_size": _width(text, 1 if as_targets else 2 * hidden),
         "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
     }
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

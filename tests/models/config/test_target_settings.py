@@ -95,6 +95,29 @@ def test_families_that_say_it_otherwise(recipe_for) -> None:
     assert (few.target.aux_layer_ids, eagle3(few).vocab_size) == ((0, 1), None)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "heads"),
+    [  # DeepSeek-V3, Kimi-K3, GLM-5, DeepSeek-V4-Flash, MiMo-V2-Flash, Qwen3.5-27B, gpt-oss, as they are published
+        ({"hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512, "v_head_dim": 128}, (64, 8, 128)),
+        ({"hidden_size": 7168, "num_attention_heads": 96, "kv_lora_rank": 512, "v_head_dim": 128}, (64, 8, 128)),
+        ({"hidden_size": 6144, "num_attention_heads": 64, "kv_lora_rank": 512, "head_dim": 64}, (48, 8, 128)),
+        ({"hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512}, (32, 8, 128)),
+        ({"hidden_size": 4096, "num_attention_heads": 64, "head_dim": 192, "v_head_dim": 128}, (32, 8, 128)),
+        ({"hidden_size": 5120, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}, (24, 4, 256)),
+        ({"hidden_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}, (64, 8, 64)),
+    ],
+)
+def test_heads_that_engines_have_kernels_for(recipe_for, sizes: dict[str, int], heads: tuple[int, int, int]) -> None:
+    text = {key: value for key, value in TEXT.items() if key not in ("num_key_value_heads", "head_dim")}
+    draft = eagle3(recipe_for(text | {"intermediate_size": 30_000} | sizes))
+    assert (draft.num_heads, draft.num_kv_heads, draft.head_dim) == heads
+
+
+def test_a_single_experts_width_is_no_drafts(recipe_for) -> None:
+    """gpt-oss and MiniMax-M2 name an expert's size."""
+    assert eagle3(recipe_for(TEXT | {"hidden_size": 3072, "intermediate_size": 1536})).intermediate_size == 8192
+
+
 MLA = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 

@@ -105,6 +105,7 @@ REFUSED = [
     ({"model_type": "llama"}, "no MTP layer of model type 'llama'"),
     ({"model_type": "deepseek_v3"} | ROUTED | {"scoring_func": "softmax", "topk_method": "greedy"}, "softmax, greedy"),
     ({"model_type": "mimo", "num_nextn_predict_layers": 3}, "has 3 MTP layers"),
+    ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}, "has no MTP layers"),
 ]
 
 
