@@ -110,6 +110,28 @@ YARN: dict[str, Any] = {
 }
 
 
+GEMMA4: dict[str, Any] = {
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+SIGHT_GEMMA4: dict[str, Any] = {
+    "vision_config": SIGHT | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+    "image_token_id": 1020,
+    "video_token_id": 1021,
+    "boi_token_id": 1022,
+    "eoi_token_id": 1023,
+    "audio_token_id": 1019,
+}
+
+
 PUBLISHED_MOE: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """Of DeepSeek's configurations."""
 
@@ -208,6 +230,33 @@ FAMILIES: dict[str, Family] = {
             "image_token_index": 1023,
         },
     ),
+    "gemma4": Family(
+        "Gemma 4 (multimodal)", "Gemma4ForConditionalGeneration", HEADS | ALTERNATING | GEMMA4, SIGHT_GEMMA4
+    ),
+    "gemma4_moe": Family(
+        "Gemma 4 with experts (multimodal)",
+        "Gemma4ForConditionalGeneration",
+        HEADS
+        | ALTERNATING
+        | GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        SIGHT_GEMMA4,
+    ),
+    "gemma4_small": Family(
+        "Gemma 4 E2B, E4B (multimodal)",
+        "Gemma4ForConditionalGeneration",
+        HEADS
+        | ALTERNATING
+        | GEMMA4
+        | {
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 2,
+        },
+        SIGHT_GEMMA4,
+    ),
     "gpt_oss": Family(
         "gpt-oss",
         "GptOssForCausalLM",
@@ -267,6 +316,18 @@ FAMILIES: dict[str, Family] = {
         "MiniMaxM2ForCausalLM",
         HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8},
         published_as={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+    ),
+    "glm_moe_dsa": Family(
+        "GLM-5 (sparse attention)",
+        "GlmMoeDsaForCausalLM",
+        MLA | ROUTED | {"index_topk": 8, "index_n_heads": 32, "index_head_dim": 16},
+        published_as=PUBLISHED_MOE,
+    ),
+    "mimo_v2_flash": Family(
+        "MiMo-V2-Flash",
+        "MiMoV2FlashForCausalLM",
+        ROUTED | ALTERNATING | {"n_shared_experts": None, "head_dim": 24, "v_head_dim": 16},
+        published_as=PUBLISHED_MOE,
     ),
     "deepseek_v32": Family(
         "DeepSeek-V3.2 (sparse attention)",

@@ -17,6 +17,8 @@ Precision = Literal["float32", "bfloat16"]
 ITEM_BYTES: dict[Precision, int] = {"float32": 4, "bfloat16": 2}
 SCALE_SHARE = 1 / 16
 """Bytes of scales for a weight of four bits: one in fp8 for 16 weights (NVFP4)."""
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+"""Names of how many experts a token passes: of most, Gemma 4, Kimi."""
 ORTHOGONALISING = 5 * (4 + 2 * 0.6)
 """FLOPs of Muon's five iterations for each weight and row of a matrix whose rows are 0.6 times its columns."""
 BACKWARD = 3.0
@@ -220,7 +222,8 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[in
     dense = 3 * hidden * text.get("intermediate_size", wide) * first
     router = hidden * experts
     stored = (3 * hidden * (experts * wide + shared) + router) * (layers - first)
-    active = (3 * hidden * (text["num_experts_per_tok"] * wide + shared) + router) * (layers - first)
+    chosen = next((text[name] for name in EXPERTS_PER_TOKEN[1:] if name in text), None) or text[EXPERTS_PER_TOKEN[0]]
+    active = (3 * hidden * (chosen * wide + shared) + router) * (layers - first)
     return dense + stored, dense + active
 
 

@@ -104,7 +104,7 @@ def _without_video(target: Path) -> Any:
         mock.patch.object(processing, "MODALITY_TO_AUTOPROCESSOR_MAPPING", kinds),
         mock.patch.object(processing.ProcessorMixin, "check_argument_for_proper_class"),
     ):
-        return transformers.AutoProcessor.from_pretrained(target)
+        return transformers.AutoProcessor.from_pretrained(target, trust_remote_code=False)
 
 
 class ImageShelf:

@@ -20,10 +20,15 @@ _MEDIA_TOKEN = re.compile(r"(image|video|audio|media_placeholder)_token_(id|inde
 
 
 def read_model_config(folder: Path) -> PretrainedConfig:
-    """The configuration of a local Hugging Face folder. Raises ValueError or OSError if transformers cannot read it."""
+    """The configuration of a local Hugging Face folder. Raises ValueError or OSError if transformers cannot read it.
+
+    Code of the folder is never run, and nobody is asked on a terminal whether it may.
+    """
     settings = json.loads((folder / "config.json").read_text())
     kind = SAME_AS.get(settings.get("model_type"))
-    return AutoConfig.from_pretrained(folder) if kind is None else kind(**settings | {"model_type": kind.model_type})
+    if kind is None:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return kind(**settings | {"model_type": kind.model_type})
 
 
 def model_class(config: PretrainedConfig, sees: bool = False) -> Any:

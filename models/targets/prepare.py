@@ -146,6 +146,11 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
             model = model_class(config).from_config(config)
         read_tokenizer(folder)
     except (ValueError, OSError) as error:
+        if "trust_remote_code" in str(error):
+            raise Refusal(
+                f"{folder}: transformers {transformers.__version__} knows this target by code of its repository alone, "
+                "which is never run here: choose another target, or a newer transformers that has its architecture"
+            ) from error
         raise Refusal(f"{folder} is not a causal language model with a tokenizer: {error}") from error
     layers = getattr(decoder_of(model), "layers", None)
     head = model.get_output_embeddings()

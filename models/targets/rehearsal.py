@@ -34,6 +34,7 @@ SMALL = {
     "n_routed_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "depth": 1,
 }
 """Largest values of some settings."""
