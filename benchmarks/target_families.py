@@ -111,6 +111,7 @@ YARN: dict[str, Any] = {
 
 
 GEMMA4: dict[str, Any] = {
+    "pad_token_id": 0,
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,

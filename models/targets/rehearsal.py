@@ -22,6 +22,8 @@ TOKENS, CACHED = 24, 16
 WINDOW = 8
 TOLERANCE = 1e-2
 LOUD = 0.15
+SHARING = 2
+"""Most layers with keys and values of earlier ones."""
 MOST_PARAMETERS = 1_000_000_000
 SMALL = {
     "vocab_size": 128,
@@ -93,12 +95,17 @@ def _limit(part: Any, most: dict[str, int]) -> None:
 
 
 def _cut_layers(text: Any) -> None:
-    """Keep the shortest run of first layers that has every kind of layer."""
+    """Keep the shortest run of first layers that has every kind of layer.
+
+    Last layers that read the keys and values of earlier ones (Gemma 4) follow that run.
+    """
     count = text.num_hidden_layers
+    if shared := min(SHARING, getattr(text, "num_kv_shared_layers", None) or 0):
+        text.num_kv_shared_layers = shared
     types = list(getattr(text, "layer_types", None) or [])
     kinds = [types.index(kind) + 1 for kind in set(types)]
     steps = [getattr(text, key, None) or 0 for key in ("interleave_moe_layer_step", "decoder_sparse_step")]
-    kept = min(count, max(2, (getattr(text, "first_k_dense_replace", None) or 0) + 1, *kinds, *steps))
+    kept = min(count, max(2, (getattr(text, "first_k_dense_replace", None) or 0) + 1, *kinds, *steps) + shared)
     text.num_hidden_layers = kept
     for key, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == count:

@@ -1,5 +1,6 @@
 """Targets from every source, and what is refused before anything is loaded."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -45,6 +46,15 @@ def test_the_revision_follows_the_files(copy: Path, tiny_target: TargetRecord, c
 
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
+
+
+def test_code_of_a_repository_is_neither_run_nor_asked_for(copy: Path) -> None:
+    """Kimi-K3's architecture is in its repository alone."""
+    settings = {"model_type": "of-its-own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (copy / "config.json").write_text(json.dumps(settings))
+    (copy / "configuration_own.py").write_text("raise SystemExit('it was run')\n")
+    with pytest.raises(ValueError, match=r"knows this target by code of its repository alone.*choose another target"):
+        prepare_target(hugging_face(copy))
 
 
 def other_architecture(folder: Path, kind: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     MiniMaxConfig,
     PretrainedConfig,
     Qwen3_5Config,
@@ -30,6 +31,17 @@ def test_published_sizes_become_small_with_all_kinds_of_layers(kind: type[Pretra
     assert set(getattr(small, "layer_types", ())) == set(getattr(config, "layer_types", ()))
     assert small.vocab_size == 128
     assert config.num_hidden_layers > 8, "the target's own configuration is left as it is"
+
+
+def test_few_experts_are_chosen_among_few() -> None:
+    experts = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 32}
+    rehearse(Gemma4TextConfig(**SMALL, num_hidden_layers=6, intermediate_size=32, global_head_dim=32, **experts))
+
+
+def test_layers_that_share_keys_and_values_follow_those_that_have_their_own() -> None:
+    """Gemma 4 E2B and E4B."""
+    sharing = {"num_kv_shared_layers": 18, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}
+    rehearse(Gemma4TextConfig(**SMALL, num_hidden_layers=42, intermediate_size=32, global_head_dim=32, **sharing))
 
 
 def test_errors_of_the_precision_that_the_target_names_refuse_no_architecture() -> None:
