@@ -69,7 +69,15 @@ def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> "transfo
     """
     config = read_model_config(folder)
     options = {"device_map": {"": "disk"}, "offload_folder": str(converted)}
-    return model_class(config).from_pretrained(folder, config=config, dtype=dtype, **options)
+    model = model_class(config).from_pretrained(folder, config=config, dtype=dtype, **options)
+    if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
+        # Gemma 4 reads a row of this weight itself, which accelerate 1.15 does not see: it stays in memory.
+        from accelerate.hooks import remove_hook_from_module
+
+        table = model.get_input_embeddings()
+        table._hf_hook.pre_forward(table)
+        remove_hook_from_module(table)
+    return model
 
 
 def has_experts(config: PretrainedConfig) -> bool:
