@@ -35,7 +35,12 @@ from models.export.sglang import MAPS, current_name, fill, write_export
 from models.targets.weights import TargetHead, read_target_head, tensor_files
 
 SAFE_FILES, PICKLED_FILES = ["*.json", "*.safetensors"], ["*.json", "*.bin"]
-OLDER_NAMES = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_norm_high.": "fc_norm.2."}
+OLDER_NAMES = {
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+    "logit_head.": "",
+}
 EMBEDDINGS, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 

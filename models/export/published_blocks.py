@@ -28,6 +28,8 @@ def of_blocks(
         attention_sink_bias=False, attention_value_scale=1.0, final_logit_softcapping=0.0,
     )  # fmt: skip
     for section in (own, top):
+        if method == "dspark" and section.left.get("projector_type") == "dspark":
+            section.take("projector_type")  # SpecForge's name; DeepSpec's drafts have DFlash's
         section.expect(projector_type="domino" if method == "domino" else "dflash")
     if method != "dflash2":
         own.expect(**dict.fromkeys(DFLASH2, 0))
@@ -67,6 +69,9 @@ def _layout(own: Section, top: Section, method: str, speculators: bool) -> dict[
             f"its sample_from_anchor is {first!r}, and DSpark drafts here have the anchor first: in the other layout "
             "every row means another token. Give another draft, or set the flag right if you know that it is wrong"
         )
+    # Of SpecForge: the weight of a loss, and whether heads of keys and values are shared, which their number says.
+    for name in ("confidence_head_alpha", "attention_mode"):
+        _either(own, top, name)
     rank = _either(own, top, "markov_rank")
     if not rank:
         raise Refusal("its markov_rank is missing: a DSpark draft without a Markov head is a DFlash draft")

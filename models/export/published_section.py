@@ -13,6 +13,8 @@ PASSED_OVER = frozenset(
         # Who wrote the file and for whom.
         "_name_or_path auto_map transformers_version model_type target_model_type speculators_version verifier",
         "speculators_config has_no_defaults_at_init num_target_layers",
+        # Which layers have experts, of targets that have some.
+        "decoder_sparse_step mlp_only_layers",
         # Precision, cache, training; the weights are there.
         "dtype torch_dtype use_cache use_bfloat16 torchscript initializer_range attention_dropout hidden_dropout",
         "pretraining_tp embed_requires_grad reuse_target_lm_head max_window_layers max_position_embeddings",

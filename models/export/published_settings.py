@@ -187,7 +187,7 @@ def _rope(layer: Section) -> dict[str, Any]:
     found: dict[str, Any] = {"rope_theta": float(theta), "partial_rotary_factor": float(partial)}
     if kind in OF_TYPE:
         found["rope_scaling"] = _scaling(kind, rope, layer)
-    elif kind != "default":
+    elif kind not in ("default", "mrope"):  # the older name of positions along three axes
         raise Refusal(f"its rope_type is {kind!r}, drafts here have default, {', '.join(OF_TYPE)}: give another draft")
     if (section := rope.take("mrope_section")) is not None:
         found |= {"mrope_section": section, "mrope_interleaved": bool(rope.take("mrope_interleaved", False))}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -59,7 +60,7 @@ def published(target: TargetRecord, folder: Path, **changes) -> tuple[Draft, dic
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-@pytest.mark.parametrize("form", ["both", "top", "dflash_config", "dspark_config", "no flag"])
+@pytest.mark.parametrize("form", ["both", "top", "dflash_config", "dspark_config", "no flag", "SpecForge"])
 def test_it_proposes_what_it_did(target, tmp_path, kind, form):
     draft, settings = published(target, tmp_path, markov_head=kind, confidence_reads_token=kind != "gated")
     nested = settings.pop("dflash_config") | {"block_size": settings["block_size"]}
@@ -68,8 +69,17 @@ def test_it_proposes_what_it_did(target, tmp_path, kind, form):
     elif form in ("dflash_config", "dspark_config"):
         settings = {name: value for name, value in settings.items() if name not in (*TOP, "block_size")}
         settings[form] = nested
-    elif form == "no flag":
+    elif form in ("no flag", "SpecForge"):
         del settings["sample_from_anchor"]
+    if form == "SpecForge":
+        # configs/qwen3-8b-dspark.json; its early checkpoints had the heads inside another module.
+        settings = {name: value for name, value in settings.items() if name not in TOP}
+        del nested["sample_from_anchor"]
+        more = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+        settings |= {"architectures": ["DSparkDraftModel"], "dflash_config": nested | more}
+        file = tmp_path / "model.safetensors"
+        inside = {f"logit_head.{name}": value for name, value in load_file(file).items() if "_head." in name}
+        save_file({name: value for name, value in load_file(file).items() if "_head." not in name} | inside, file)
     (tmp_path / CONFIG).write_text(json.dumps(settings))
     again = load_published(tmp_path, RECIPE, target)
     assert (again.config.anchors, again.config.tv_weight) == (9, 0.5), "how it is trained is the recipe's"

@@ -26,6 +26,7 @@ from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Turn
 from models.drafts.sampling import GREEDY
 from models.export.published import import_start, load_published
+from models.export.published_settings import read_published
 from models.run import RunWithTarget
 from models.targets.weights import read_target_head
 from models.training.start import load_start
@@ -116,6 +117,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"use_last_layernorm": True, "num_aux_hidden_states": 3},
     "YaRN": AUTHORS | {"rope_scaling": YARN | {"attn_factor": 1.0}},
     "linear RoPE, in two files": AUTHORS | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    # configs/qwen3.5-35b-a3b-eagle3.json.
+    "SpecForge, a setting of experts": AUTHORS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "partial RoPE": AUTHORS | {"partial_rotary_factor": 0.5},
     "narrower than its target": AUTHORS | {"hidden_size": 16, "target_hidden_size": HIDDEN},
     "bias of the fusion": AUTHORS | {"bias": True},
@@ -367,3 +370,9 @@ def started(target: TargetRecord, folder: Path) -> Any:
     config = RunConfig.model_validate(recipe)
     import_start(str(folder / "published"), config, target, run.start)
     return load_start(RunWithTarget(run, config, target))
+
+
+def test_positions_along_three_axes_have_an_older_name() -> None:
+    """SpecForge, configs/qwen2.5-vl-32b-eagle3.json."""
+    found = read_published(AUTHORS | {"rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}})
+    assert (found.shape["mrope_section"], found.shape.get("rope_scaling")) == ([4, 2, 2], None)
