@@ -12,7 +12,7 @@ PASSED_OVER = frozenset(
     for line in (
         # Who wrote the file and for whom.
         "_name_or_path auto_map transformers_version model_type target_model_type speculators_version verifier",
-        "speculators_config has_no_defaults_at_init num_target_layers",
+        "speculators_config has_no_defaults_at_init num_target_layers target_num_hidden_layers",
         # Which layers have experts, of targets that have some.
         "decoder_sparse_step mlp_only_layers",
         # Precision, cache, training; the weights are there.

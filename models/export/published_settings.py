@@ -229,9 +229,13 @@ def _eagle3(
     ids = top.take("eagle_aux_hidden_state_layer_ids")
     if not speculators:
         eagle = top.section("eagle_config")
-        eagle.expect(use_aux_hidden_state=True)
+        eagle.expect(
+            use_aux_hidden_state=True, use_input_layernorm_in_first_layer=True, use_last_layernorm=True,
+            use_mtp_layernorm=False, next_layer_regular=True, parallel_draft_step=1,
+        )  # fmt: skip
         shape["norm_before_fc"] |= bool(eagle.take("norm_before_fc", False))
-        ids = _by_output(eagle.take("eagle_aux_hidden_state_layer_ids"), ids)
+        # ModelOpt writes an empty list for the engine's default.
+        ids = _by_output(eagle.take("eagle_aux_hidden_state_layer_ids") or None, ids)
         eagle.all_taken()
     if count not in (None, 3 if ids is None else len(ids)):
         raise Refusal(f"its num_aux_hidden_states is {count}, its eagle_aux_hidden_state_layer_ids are {ids}")

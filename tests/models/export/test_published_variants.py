@@ -77,6 +77,7 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10_000.0}
 FIVE = {"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
+MODELOPT = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 TWO, SLIDING = {"num_hidden_layers": 2}, ["sliding_attention"]
 # lightseekorg/kimi-k2.5-eagle3-mla: a copy of the target's configuration, with its experts.
 KIMI = METADATA | {
@@ -115,6 +116,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"rope_scaling": {"rope_type": "llama3"} | LLAMA3, "rope_theta": 500.0}
     | {"eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": True} | FIVE}
     | {"use_last_layernorm": True, "num_aux_hidden_states": 3},
+    "ModelOpt, the engine's layers": AUTHORS
+    | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": []} | MODELOPT},
     "YaRN": AUTHORS | {"rope_scaling": YARN | {"attn_factor": 1.0}},
     "linear RoPE, in two files": AUTHORS | {"rope_scaling": {"type": "linear", "factor": 4.0}},
     # configs/qwen3.5-35b-a3b-eagle3.json.
@@ -129,7 +132,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "speculators sliding": by_speculators(
         "eagle3", {"layer_types": SLIDING, "sliding_window": 6, "use_sliding_window": True, "rope_parameters": YARN}
     ),
-    "MLA, Kimi-K2": KIMI | {"eagle_config": FIVE},
+    # TorchSpec, configs/draft_models/kimi_k25_eagle3_mla.json.
+    "MLA, Kimi-K2": KIMI | {"eagle_config": FIVE | MODELOPT},
     "MLA, EAGLE-3.1": KIMI | {"fc_norm": True, "norm_output": True, "rope_scaling": None},
     "MLA with direct queries, vLLM's numbers": KIMI
     | {"q_lora_rank": None, "eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
