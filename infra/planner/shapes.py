@@ -4,6 +4,7 @@ A target's shape comes from the `config.json` of its Hugging Face folder; a draf
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -147,6 +148,9 @@ def read_target_shape(file: Path) -> TargetShape:
         tree = json.loads(file.read_text())
     except ValueError as error:
         raise Refusal(f"{file} is not JSON: {error}") from error
+    modelopt = file.with_name("hf_quant_config.json")
+    if modelopt.is_file():  # ModelOpt's own file, beside a configuration that may not mention it
+        tree = {"quantization_config": json.loads(modelopt.read_text()).get("quantization", {})} | tree
     try:
         return target_shape(tree)
     except (KeyError, TypeError) as error:
@@ -193,6 +197,10 @@ def _bytes_per_weight(quantization: Mapping[str, Any]) -> float | None:
     """Of a quantized checkpoint, by its `quantization_config`; None for floats, and where the format is not known."""
     if bits := quantization.get("bits") or quantization.get("w_bit"):
         return bits / 8 + SCALE_SHARE * (bits < 8)
+    if layers := quantization.get("quantized_layers"):
+        # Of several precisions that of the feed-forwards, which are most of a target.
+        kinds = Counter(layer["quant_algo"] for name, layer in layers.items() if ".mlp" in name or "expert" in name)
+        quantization = {"quant_algo": kinds.most_common(1)[0][0]} if kinds else {}
     words = " ".join(str(quantization.get(name, "")) for name in ("quant_method", "quant_algo", "format")).lower()
     if "fp4" in words or "pack-quantized" in words:
         return 0.5 + SCALE_SHARE

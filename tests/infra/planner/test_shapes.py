@@ -27,6 +27,10 @@ GEMMA3_270M = {
     "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "tie_word_embeddings": True,
 }  # fmt: skip
+MIXED = {"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}} | {
+    f"model.layers.{layer}.mlp.experts": {"quant_algo": "W4A16_NVFP4"} for layer in range(3)
+}
+"""As in nvidia/Qwen3.6-35B-A3B-NVFP4."""
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24}
 EXPERTS = {"count": 6, "per_token": 2, "intermediate_size": 10, "shared_size": 7}
 SIZES = {"q_lora_rank": 9, "kv_lora_rank": 11, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 5}
@@ -75,6 +79,7 @@ def test_published_sizes(config: dict[str, Any], stored: float, active: float) -
         ({"quant_method": "awq", "bits": 4}, 0.5625),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
         ({"quant_method": "mxfp4"}, 0.5625),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED}, 0.5625),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 0.5625),
         ({"quant_method": "something new"}, 2.0),
         ({}, 2.0),
@@ -96,6 +101,16 @@ def test_data_parallel_attention_divides_a_latent_cache_and_copies_the_weights_o
     plain = target_shape(QWEN3_8B)
     assert not plain.latent_cache
     assert generator_static(plain, "bfloat16", 128, 8, 8) > generator_static(plain, "bfloat16", 128, 8)
+
+
+def test_other_names_of_what_a_target_has(tmp_path: Path) -> None:
+    """Gemma 4's of experts per token, and ModelOpt's file of its own (nvidia/DeepSeek-V3.2-NVFP4)."""
+    config = {name: value for name, value in KIMI_K2.items() if name != "num_experts_per_tok"} | {"top_k_experts": 8}
+    assert target_shape(config) == target_shape(KIMI_K2)
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2))
+    modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert read_target_shape(tmp_path / "config.json").bytes_per_weight == 0.5625
 
 
 def test_a_configuration_that_says_too_little(tmp_path: Path) -> None:
