@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "targets.json"
+PUBLISHED = Path(__file__).parent / "results" / "published_targets.json"
 PAGE = Path(__file__).parents[1] / "docs" / "targets.md"
 WORKS = "yes"
 REFUSED = "refused: "
@@ -49,8 +50,17 @@ Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 ([Your own target and data](your-targe
 """
 
 
-def page(result: dict[str, Any]) -> str:
-    """The page of a result."""
+PUBLISHED_INTRODUCTION = """## Published targets
+
+Told by their `config.json` alone, without weights: the planner's number of weights, in billions; the heads (queries / keys
+and values x size) and the width of the EAGLE-3 draft that a recipe of three lines has; whether the target's miniature can be
+captured and decoded, which every run tries before anything is loaded; and whether SGLang captures its class. An empty cell:
+the planner does not know the configuration, and the recipe has to give the sizes.
+"""
+
+
+def page(result: dict[str, Any], published: dict[str, Any]) -> str:
+    """The page of both results."""
     conditions, families = result["conditions"], result["families"].values()
     rows = [_row(family) for family in sorted(families, key=lambda family: family["title"].lower())]
     return "\n".join(
@@ -70,8 +80,23 @@ def page(result: dict[str, Any]) -> str:
             "|---|---|---|",
             *(line for family in families for line in _reasons(family)),
             "",
+            *_published(published),
+            "",
         ]
     )
+
+
+def _published(result: dict[str, Any]) -> list[str]:
+    conditions, names = result["conditions"], ("weights", "draft", "miniature", "SGLang")
+    rows = [[name, *(cells.get(column, "") for column in names)] for name, cells in result["targets"].items()]
+    return [
+        PUBLISHED_INTRODUCTION,
+        f"Tried on {conditions['date']}: transformers {conditions['transformers']}, SGLang {conditions['sglang']}.",
+        "",
+        "| target | weights (billions) | draft layer | miniature | captured by SGLang |",
+        "|---|--:|---|---|---|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def _row(family: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ import torch
 import transformers
 from prepared import prepared_run
 from target_families import FAMILIES, Family, write
-from target_page import PAGE, REFUSED, RESULT, WORKS, page
+from target_page import PAGE, PUBLISHED, REFUSED, RESULT, WORKS, page
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
@@ -185,7 +185,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     for name in options.families or FAMILIES:
         record(name, options.sglang)
-    write_atomically(PAGE, page(json.loads(RESULT.read_text())))
+    write_atomically(PAGE, page(json.loads(RESULT.read_text()), json.loads(PUBLISHED.read_text())))
 
 
 if __name__ == "__main__":
