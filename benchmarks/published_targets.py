@@ -2,9 +2,9 @@
 
     python benchmarks/published_targets.py FOLDER
 
-`FOLDER/OWNER--NAME/config.json`: configurations as they are published, with ModelOpt's `hf_quant_config.json` where there
-is one; they are not part of this repository. For each the planner's number of weights, the layer of an EAGLE-3 draft
-that a recipe of three lines has, the miniature that a run tries before anything is loaded, and SGLang's model class.
+`FOLDER/OWNER--NAME/config.json`: configurations as they are published, with ModelOpt's `hf_quant_config.json` where
+there is one; they are not part of this repository. For each the planner's number of weights, the layer of an EAGLE-3
+draft that a recipe of three lines has, the miniature that a run tries first, and what SGLang's model class can do.
 """
 
 import argparse

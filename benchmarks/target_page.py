@@ -52,10 +52,10 @@ Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 ([Your own target and data](your-targe
 
 PUBLISHED_INTRODUCTION = """## Published targets
 
-Told by their `config.json` alone, without weights: the planner's number of weights, in billions; the heads (queries / keys
-and values x size) and the width of the EAGLE-3 draft that a recipe of three lines has; whether the target's miniature can be
-captured and decoded, which every run tries before anything is loaded; and whether SGLang captures its class. An empty cell:
-the planner does not know the configuration, and the recipe has to give the sizes.
+Told by their `config.json` alone, without weights: the planner's number of weights, in billions; the heads (queries /
+keys and values x size) and the width of the EAGLE-3 draft that a recipe of three lines has; whether the target's
+miniature can be captured and decoded, which every run tries before anything is loaded; and whether SGLang captures
+its class. An empty cell: the planner does not know the configuration, and the recipe has to give the sizes.
 """
 
 
