@@ -79,7 +79,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("weights, optimizer", [(100_000, 1), (1, 100_000)])
+@pytest.mark.parametrize(("weights", "optimizer"), [(100_000, 1), (1, 100_000)])
 def test_a_full_disk_is_the_machines_fault_whichever_file_does_not_fit(
     folder: RunFolder, ledger: Ledger, weights: int, optimizer: int
 ) -> None:
