@@ -107,7 +107,7 @@ def tell_of_change(draft: RegisteredDraft, result: BenchmarkResult, max_gap: flo
     )
     same_prompts = draft.tags.get("dataset_hash", result.conditions.dataset_hash) == result.conditions.dataset_hash
     if not same_prompts:
-        said += "; the lengths are not compared, because the text is another by now (data.source, or how this version divides it)"
+        said += "; the lengths are not compared, because the text is another by now (data.source or Draftsmith changed)"
     create_markdown_artifact(
         f"# {draft.name}\n\n{said}.\n\n{result.summary}.", key=artifact_key("nightly-benchmark", draft.name)
     )
