@@ -62,7 +62,7 @@ def check_settings(run: RunWithTarget) -> None:
     draft = _draft(config, target)
     place = Path(target.path)
     _check_axes(config, place)
-    _check_context(config, place)
+    _check_lengths(config, place)
     if own := draft.target_tensors(tensor_files(place)):
         OwnLayer.find(place, own)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
@@ -202,8 +202,9 @@ def _check_axes(config: RunConfig, target: Path) -> None:
         )
 
 
-def _check_context(config: RunConfig, target: Path) -> None:
-    """Raise Refusal for texts longer than the target's context, beyond which its hidden states mean nothing."""
+def _check_lengths(config: RunConfig, target: Path) -> None:
+    """Raise Refusal for texts longer than the target's context, beyond which its hidden states mean nothing, and for
+    continuations too short for a step that accepts everything."""
     context = max(read_served_target(target).context_length, config.generator.sglang.context_length or 0)
     benchmark = config.benchmark
     lengths = {
@@ -213,6 +214,13 @@ def _check_context(config: RunConfig, target: Path) -> None:
     for name, length in lengths.items():
         if length > context:
             raise Refusal(f"{name} is {length}, and the target's context ends at {context} tokens: lower it to that")
+    # The first token is the prefill's, and the last one closes the step. Counting only steps that reject misleads.
+    whole = benchmark.lookahead + 2
+    if benchmark.max_new_tokens < whole:
+        raise Refusal(
+            f"benchmark.max_new_tokens is {benchmark.max_new_tokens}, and a step in which all of "
+            f"benchmark.lookahead={benchmark.lookahead} tokens are accepted needs {whole}: raise it"
+        )
 
 
 def _check_disk(run: RunWithTarget, parameters: int) -> None:

@@ -119,9 +119,11 @@ def test_axes_that_the_target_does_not_have_are_refused(tmp_path):
             r"benchmark\.prompt_tokens \+ benchmark\.max_new_tokens is 257, .* lower it",
         ),
         (["data.max_tokens=257", "generator.sglang.context_length=512"], None),
+        (["benchmark.max_new_tokens=6"], None),
+        (["benchmark.max_new_tokens=5"], r"all of benchmark\.lookahead=4 tokens are accepted needs 6: raise it"),
     ],
 )
-def test_text_beyond_the_targets_context_is_refused(changes, refused, tmp_path):
+def test_text_that_is_too_long_or_too_short_is_refused(changes, refused, tmp_path):
     changes = [*changes, "generator.engine=transformers"]
     run = run_of("LlamaForCausalLM", {"max_position_embeddings": 256}, changes, tmp_path)
     with nullcontext() if refused is None else pytest.raises(Refusal, match=refused):
