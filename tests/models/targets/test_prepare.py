@@ -64,6 +64,14 @@ def other_architecture(folder: Path, kind: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def cut_off(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 100_000)
+
+
+def lost_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+
+
 def remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -74,6 +82,8 @@ def remove_tokenizer(folder: Path) -> None:
     [
         (without("config.json"), "no config.json"),
         (without("model.safetensors"), "save_pretrained"),
+        (cut_off, r"model\.safetensors is missing or damaged \(.*\): fetch it again"),
+        (lost_shard, r"model-2\.safetensors is missing or damaged \(.*\): fetch it again"),
         (remove_tokenizer, "with a tokenizer"),
         (lambda folder: other_architecture(folder, "gpt2"), "'gpt2' has no decoder layers"),
         (lambda folder: other_architecture(folder, "bert"), "'bert' has no decoder layers"),
