@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -104,9 +105,12 @@ class CheckpointSaver:
         folder, final = self._folder, self._folder.checkpoint(step, self._incarnation)
         aside = final.with_name(f".{final.name}.tmp")
         aside.mkdir(parents=True)
-        for name, content in tensors.items():
-            save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
-        torch.save(state, aside / STATE)
+        try:
+            for name, content in tensors.items():
+                save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
+            torch.save(state, aside / STATE)
+        except (SafetensorError, RuntimeError) as error:  # neither library keeps the operating system's error
+            raise OSError(f"the checkpoint {aside} cannot be written, perhaps its disk is full: {error}") from error
         write_atomically(aside / DRAFT, description)
         for file in aside.iterdir():
             sync_file(file)

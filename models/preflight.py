@@ -42,6 +42,7 @@ from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import FLOATS, start_of
+from models.export.served_target import read_served_target
 from models.progress_bars import counting
 from models.regeneration.engines import recipe_prompter
 from models.run import RunWithTarget
@@ -61,6 +62,7 @@ def check_settings(run: RunWithTarget) -> None:
     draft = _draft(config, target)
     place = Path(target.path)
     _check_axes(config, place)
+    _check_lengths(config, place)
     if own := draft.target_tensors(tensor_files(place)):
         OwnLayer.find(place, own)
     _check_disk(run, sum(parameter.numel() for parameter in draft.parameters()))
@@ -197,6 +199,27 @@ def _check_axes(config: RunConfig, target: Path) -> None:
         raise Refusal(
             "draft.mrope_section: the target counts positions along one axis (its config.json has no mrope_section): "
             "leave it out"
+        )
+
+
+def _check_lengths(config: RunConfig, target: Path) -> None:
+    """Raise Refusal for texts longer than the target's context, beyond which its hidden states mean nothing, and for
+    continuations too short for a step that accepts everything."""
+    context = max(read_served_target(target).context_length, config.generator.sglang.context_length or 0)
+    benchmark = config.benchmark
+    lengths = {
+        "data.max_tokens": config.data.max_tokens,
+        "benchmark.prompt_tokens + benchmark.max_new_tokens": benchmark.prompt_tokens + benchmark.max_new_tokens,
+    }
+    for name, length in lengths.items():
+        if length > context:
+            raise Refusal(f"{name} is {length}, and the target's context ends at {context} tokens: lower it to that")
+    # The first token is the prefill's, and the last one closes the step. Counting only steps that reject misleads.
+    whole = benchmark.lookahead + 2
+    if benchmark.max_new_tokens < whole:
+        raise Refusal(
+            f"benchmark.max_new_tokens is {benchmark.max_new_tokens}, and a step in which all of "
+            f"benchmark.lookahead={benchmark.lookahead} tokens are accepted needs {whole}: raise it"
         )
 
 

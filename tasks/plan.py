@@ -128,7 +128,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         mean_tokens=mean,
         longest_tokens=longest,
         supervised_share=samples.supervised_share if samples else plan.supervised_share,
-        samples_per_step=training.samples_per_step,
+        samples_per_step=min(training.samples_per_step, num_samples),
         micro_batches=training.micro_batches,
         generator_slots=generator.slots,
         budget_bytes=config.transport.budget_mib * 2**20,

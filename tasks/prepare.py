@@ -14,6 +14,7 @@ from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
 from infra.planner.traffic import stored_bytes_per_token
 from infra.pools.base import Pool
+from infra.quantities import plural
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.records.sharing import Sharing
@@ -106,7 +107,7 @@ def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: Sample
             budget_bytes=sharing.budget_bytes,
             bytes_per_token=bytes_per_token,
             longest_sample_tokens=samples.longest,
-            samples_per_step=config.training.samples_per_step,
+            samples_per_step=min(config.training.samples_per_step, samples.train_samples),
             ranks=config.training.data_parallel_size,
             prefetch_steps=config.training.prefetch_steps,
             generator_slots=config.generator.slots,
@@ -137,10 +138,23 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
         plan = None
     else:
         _show_plan(run, plan)
+    if warning := warm_up_warning(config, samples):
+        get_run_logger().warning(warning)
     sharing = decide_sharing(config, run.folder, plan, samples.train_tokens * _bytes_per_token(config, target))
     refuse_small_stores(config, target, samples, sharing)
     write_atomically(run.folder.sharing, sharing)
     get_run_logger().info("generators and trainer: %s (%s)", sharing.mode, sharing.why)
+
+
+def warm_up_warning(config: RunConfig, samples: SamplesRecord) -> str:
+    """What is wrong with a warm-up that outlasts the run; empty for a shorter one."""
+    steps, warm_up = config.training.total_steps(samples.train_samples), config.training.warmup_steps
+    if warm_up <= steps:
+        return ""
+    return (
+        f"training.warmup_steps={warm_up} exceeds the run's {plural(steps, 'step')}: the learning rate ends at "
+        f"{steps / warm_up:.0%} of training.learning_rate, so lower it"
+    )
 
 
 def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int) -> Sharing:

@@ -44,7 +44,7 @@ from tasks.run import OpenRun
 from tasks.side_effects import draft_tag, side_effect
 
 ABOUT = (
-    "Drafts for speculative decoding of **{target}**, made by Draftsmith. The alias `champion` is the version that "
+    f"Drafts for speculative decoding of **{{target}}**, {registry.MADE_BY}. The alias `champion` is the version that "
     "serving takes; `challenger` is the newest that has not earned that. Each version's description says what it "
     "accepts, under which conditions, and what the gate decided."
 )

@@ -3,10 +3,11 @@
 from prefect import get_run_logger
 
 from infra.files.locks import sweep
+from infra.refusal import Refusal
 from infra.run.retention import (
     bound_logs,
     old_runs,
-    remove,
+    remove_all,
     remove_old_prompts,
     remove_rest,
     remove_unused_cache,
@@ -46,11 +47,16 @@ def remove_tracked_runs(keep_runs: int, keep_checkpoints: int) -> int:
 
 @side_effect("remove old runs", retries=1)
 def remove_old_runs(keep: int, unfinished_days: float) -> int:
-    """How many run folders were removed, with their rows in a shared ledger."""
+    """How many run folders were removed, with their rows in a shared ledger.
+
+    Raises Refusal, once all others are gone, for those whose rows cannot be removed.
+    """
     remove_rest(runs_folder())
-    gone = [folder.name for folder in old_runs(runs_folder(), keep, unfinished_days) if remove(folder)]
+    gone, errors = remove_all(old_runs(runs_folder(), keep, unfinished_days))
     for name in gone:
         get_run_logger().info("removed run %s", name)
+    if errors:
+        raise Refusal("; ".join(errors))
     return len(gone)
 
 

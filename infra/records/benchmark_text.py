@@ -164,10 +164,10 @@ def _gate(result: BenchmarkResult) -> str:
     gate = result.gate
     categories = f"; by category: {', '.join(map(_category, gate.categories))}" if gate.categories else ""
     needed = f", a difference as large as this one takes {gate.prompts_needed}" if gate.prompts_needed else ""
-    return (
-        f"{'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); the smallest difference that these "
-        f"prompts can show is {gate.smallest_detectable:.1%}{needed}{categories}"
-    )
+    power = f"the smallest difference that these prompts can show is {gate.smallest_detectable:.1%}{needed}"
+    if gate.smallest_detectable < gate.margin + 1e-9:  # no spread
+        power = "all prompts gave the same ratio, so they do not tell how much others would differ"
+    return f"{'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); {power}{categories}"
 
 
 def _category(each: CategoryDecision) -> str:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from sqlalchemy.exc import SQLAlchemyError
 
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder, newest_runs
 from infra.ledger.ledger import Ledger
+from infra.refusal import Refusal
 
 DAY_S = 86_400.0
 CACHE_FOLDERS = ("targets", "samples", "sources")
@@ -99,6 +101,18 @@ def remove(folder: RunFolder) -> bool:
         return False
     shutil.rmtree(aside)
     return True
+
+
+def remove_all(folders: Iterable[RunFolder]) -> tuple[list[str], list[str]]:
+    """Remove runs; the names of those that went, and why others stay whose shared ledger cannot be written."""
+    gone, errors = list[str](), list[str]()
+    for folder in folders:
+        try:
+            if remove(folder):
+                gone.append(folder.name)
+        except (Refusal, SQLAlchemyError) as error:
+            errors.append(f"run {folder.name} stays, because its rows cannot be removed: {error}")
+    return gone, errors
 
 
 def remove_rest(runs: Path) -> None:

@@ -88,6 +88,8 @@ class State:
     change: Change | None
     expected: int | None
     """The champion after the last change; another one was made champion outside Draftsmith."""
+    is_noted: bool = True
+    """Whether `expected` is known; earlier versions left it to the history."""
 
     @classmethod
     def read(cls, client: MlflowClient, name: str) -> Self:
@@ -97,4 +99,7 @@ class State:
         text = model.tags.get(CHANGE)
         change = Change.model_validate_json(text) if text else None
         expected = model.tags.get(EXPECTED)
-        return cls(aliases.get(CHAMPION), aliases.get(CHALLENGER), change, int(expected) if expected else None)
+        return cls(
+            aliases.get(CHAMPION), aliases.get(CHALLENGER), change, int(expected) if expected else None,
+            is_noted=expected is not None,
+        )  # fmt: skip

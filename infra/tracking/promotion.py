@@ -197,7 +197,7 @@ class DraftInService:
         The recorded change takes the steps of every other: history, smoke test, event.
         """
         state = self._state()
-        expected = state.expected
+        expected = state.expected if state.is_noted else self._last_champion()
         # A registry may hold models that Draftsmith did not register.
         if state.change or state.champion == expected or not any(MODEL_ID in one.tags for one in self._versions()):
             return state.change
@@ -214,6 +214,11 @@ class DraftInService:
         )  # fmt: skip
         self._record(change)
         return change
+
+    def _last_champion(self) -> int | None:
+        """The champion that the history left."""
+        moves = [one for one in self._decisions() if one.outcome in ("promoted", "rolled back")]
+        return moves[-1].champion_after if moves else None
 
     def _is_done(self, wanted: Change) -> bool:
         """Whether the history shows that this very change was completed."""

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from mlflow import MlflowClient, artifacts
-from mlflow.entities.model_registry import ModelVersion
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 
 from infra.records.acceptance import RegisteredDraft, RequestCounts
@@ -22,6 +22,8 @@ from infra.tracking.client import NOTE, connect, find_model, get_model, model_ve
 
 MARK, DRAFT = "draftsmith", "draft"
 """Tag of the registered models that are Draftsmith's, among those of others in the same registry."""
+MADE_BY, PREFIX = "made by Draftsmith", "draft-"
+"""Part of the description, and of the default name, of those whose latest run set no tag: earlier versions did not."""
 CHAMPION = "champion"
 CHALLENGER = "challenger"
 REPLACES = "replaces"
@@ -161,14 +163,20 @@ def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:
     """All versions of all drafts (or of one), newest first; none of registered models that are not Draftsmith's."""
     client = connect(uri)
     if name is None:
-        models = [*pages(client.search_registered_models, filter_string=f"tags.`{MARK}` = '{DRAFT}'")]
+        queries = f"tags.`{MARK}` = '{DRAFT}'", f"name LIKE '{PREFIX}%'"
+        found = [model for query in queries for model in pages(client.search_registered_models, filter_string=query)]
+        models = {str(model.name): model for model in found if _is_ours(model)}.values()
     else:
-        models = [model for model in [get_model(client, name)] if model and MARK in model.tags]
+        models = [model for model in [get_model(client, name)] if model and _is_ours(model)]
     drafts: list[RegisteredDraft] = []
     for model in models:
         aliases = {alias: int(version) for alias, version in model.aliases.items()}
         drafts += [_record(version, aliases) for version in model_versions(client, str(model.name))]
     return drafts
+
+
+def _is_ours(model: RegisteredModel) -> bool:
+    return MARK in model.tags or MADE_BY in (model.description or "")
 
 
 def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """`python -m models.benchmark.smoke RUN EXPORT COUNTS`: does a draft decode as it was benchmarked?
 
 EXPORT is the draft as serving gets it, downloaded from the registry; COUNTS are its benchmark's, of every conversation.
-The first held-out prompts are walked and decoded again, in the serving engine too where that runs. Writes
+The benchmark's first prompts are walked and decoded again, in the serving engine too where that runs. Writes
 RUN/smoke.json. Runs as a process of its own after a promotion.
 """
 
@@ -39,7 +39,7 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
             f"({benchmarked.conditions.draft_revision[:12]})"
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
-    prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
+    prompts = benchmarked_prompts(run, benchmarked)
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     prompts = prompts[: len(benchmarked.texts) or len(prompts)]
@@ -70,6 +70,14 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
         conversations=len(prompts),
         max_gap=run.config.promotion.max_gap,
     )
+
+
+def benchmarked_prompts(run: PreparedRun, benchmarked: RequestCounts) -> Sequence[Sequence[int]]:
+    """The first prompts of the benchmark; the run's own held-out ones may be others by now."""
+    if benchmarked.prompts:
+        return benchmarked.prompts
+    # An earlier version's benchmark kept none.
+    return heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
 
 
 def _in_engine(

@@ -81,7 +81,9 @@ class DataConfig(StrictConfig):
         description="Arguments of the chat template, as the server passes them: `{enable_thinking: false}`, "
         "`{reasoning_effort: high}`.",
     )
-    max_tokens: int = Field(default=1024, ge=8, le=2**24, description="Longest sample, in tokens.")
+    max_tokens: int = Field(
+        default=1024, ge=8, le=2**24, description="Longest sample, in tokens; at most the target's context."
+    )
     min_tokens: int = Field(default=8, ge=2, le=2**24, description="Shortest sample, in tokens; others are left out.")
     overlong: Literal["drop", "truncate", "split"] = Field(
         default="truncate", description="What happens to longer samples, which are counted; `split` needs plain text."

@@ -5,13 +5,15 @@ A sample set of the same source with the same content is taken from the cache.
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +36,7 @@ from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.outcomes import SHOWN_REFUSALS, collect
 from models.data.parts import PARTS, EncoderSettings, outcomes_in_parts
 from models.data.prompts import heldout_prompts, suite_address
-from models.data.sample_set import SampleSet, read_manifest, write_sample_set
+from models.data.sample_set import SampleSet, Split, read_manifest, write_sample_set
 from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
@@ -249,18 +251,34 @@ def summary(record: SamplesRecord) -> str:
     )
 
 
-def main() -> None:
-    folder = RunFolder(Path(sys.argv[1]).absolute())
-    config = read_config(folder.config)
+def kept_samples(run: RunFolder) -> SamplesRecord | None:
+    """The samples that a resumed run began with, whatever its source holds by now; None where they are not whole."""
+    try:
+        record: SamplesRecord = SamplesRecord.read(run.samples)
+        for split in get_args(Split):
+            SampleSet.open(Path(record.path), split)
+    except (FileNotFoundError, Refusal, TypeError):  # the last for tensors of an older version
+        return None
+    with suppress(PermissionError):
+        os.utime(record.path)  # clean-up removes what is not used
+    return record
+
+
+def _made_samples(folder: RunFolder, config: RunConfig) -> SamplesRecord:
     data, revision, target = recipe_data(config), {}, TargetRecord.read(folder.target)
     if data.regeneration is not None:
         regenerated: RegeneratedRecord = RegeneratedRecord.read(folder.regenerated)
         data = data.model_copy(update={"source": regenerated.path})
         revision = {"source_revision": regenerated.source_revision}
     if data.source == LIVE:
-        record = prepare_live(folder, data, target, config.target.add_bos)
-    else:
-        record = prepare_samples(data, target, config.target.add_bos).model_copy(update=revision)
+        return prepare_live(folder, data, target, config.target.add_bos)
+    return prepare_samples(data, target, config.target.add_bos).model_copy(update=revision)
+
+
+def main() -> None:
+    folder = RunFolder(Path(sys.argv[1]).absolute())
+    config = read_config(folder.config)
+    record = kept_samples(folder) or _made_samples(folder, config)
     heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refuses now, not after training
     write_atomically(folder.samples, record)
     print(summary(record))

@@ -57,6 +57,7 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         acceptance=acceptance_tables(result) if result else {},
         judged=text_of(result) if result else "",
         lossless=findings(result)["Lossless"] if result else "",
+        gate=findings(result)["Gate"] if result else "",
         sglang=sglang,
         quantization=quantization,
         precision=CapturePrecision.read(run.folder.precision) if quantization else None,

@@ -29,6 +29,7 @@ from models.data.hub import model_folder
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
+from models.export.published_section import Settings
 from models.export.published_settings import PublishedDraft, first_error, read_published
 from models.export.served_target import read_served_target
 from models.export.sglang import MAPS, current_name, fill, write_export
@@ -65,7 +66,7 @@ def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> D
     """
     if not (folder / CONFIG).is_file():
         raise Refusal(f"there is no {CONFIG}")
-    found = read_published(json.loads((folder / CONFIG).read_text()))
+    found = read_published(_read_settings(folder))
     _check_target(found, target)
     tensors, head = _read_tensors(folder), read_target_head(Path(target.path), torch.float32)
     own_embeddings = EMBEDDINGS in tensors and not _same(tensors[EMBEDDINGS], head.embedding)
@@ -75,6 +76,13 @@ def load_published(folder: Path, config: DraftConfig, target: TargetRecord) -> D
     draft.start_from(head.head)
     _load(draft, tensors, head)
     return draft
+
+
+def _read_settings(folder: Path) -> Settings:
+    try:
+        return json.loads((folder / CONFIG).read_text())
+    except ValueError as error:
+        raise Refusal(f"its {CONFIG} is damaged ({error})") from error
 
 
 def _check_target(found: PublishedDraft, target: TargetRecord) -> None:
@@ -199,10 +207,10 @@ def _same(stored: Tensor, ours: Tensor) -> bool:
 def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Path) -> str:
     """Write the published draft `name` as an export into `folder`; one line for people."""
     source = fetch_published(name)
-    if (source / CONFIG).is_file() and BLOCK in json.loads((source / CONFIG).read_text()):
-        shutil.copytree(source, folder)
-        return f"training starts from {name}, an export of Draftsmith"
     try:
+        if (source / CONFIG).is_file() and BLOCK in _read_settings(source):
+            shutil.copytree(source, folder)
+            return f"training starts from {name}, an export of Draftsmith"
         draft = load_published(source, config.draft, target)
     except (ValueError, KeyError) as error:
         reason = f"its config.json lacks {error}" if isinstance(error, KeyError) else str(error)

@@ -188,6 +188,7 @@ def main() -> None:
         "dataset_hash": run.samples.dataset_hash,
         "run": run.folder.name,
         "step": result.steps,
+        "trained_tokens": result.tokens,
         "precision": CapturePrecision.read(run.folder.precision).model_dump(),
         "started_from": start and start.model_dump(),
     }

@@ -222,12 +222,24 @@ def _as_record(dialogue: Dialogue) -> dict[str, object]:
     return counts | record | {"generated": generated}
 
 
+def kept_answers(run: RunFolder) -> RegeneratedRecord | None:
+    """The answers that a resumed run began with, whatever its source holds by now; None where they are gone."""
+    try:
+        record: RegeneratedRecord = RegeneratedRecord.read(run.regenerated)
+        os.utime(record.path)  # clean-up removes files that are not used
+    except (FileNotFoundError, Refusal):
+        return None
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     folder = RunFolder(parser.parse_args().run.absolute())
-    with measured_use(folder, "inference"):
-        record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
+    record = kept_answers(folder)
+    if record is None:
+        with measured_use(folder, "inference"):
+            record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
     write_atomically(folder.regenerated, record)
     print(record.summary, flush=True)
 

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import re
 import sys
+from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from unittest import mock
@@ -173,12 +174,31 @@ def _files_hash(folder: Path) -> str:
     return digest.hexdigest()[:40]
 
 
+def _begun(folder: RunFolder) -> TargetRecord | None:
+    """The target that a resumed run began with; None for a new run, or where its record is damaged."""
+    with suppress(FileNotFoundError, Refusal):
+        return TargetRecord.read(folder.target)
+    return None
+
+
+def as_begun(config: TargetConfig, begun: TargetRecord | None) -> TargetConfig:
+    """The target of a run that may be resumed: from the Hub at the commit that it began with, whatever is newest."""
+    if begun is None or Path(begun.path).name != begun.revision:  # a snapshot of the Hub is named after its commit
+        return config
+    return config.model_copy(update={"revision": begun.revision})
+
+
 def main() -> None:
     if len(sys.argv) != 2:
         raise Refusal("usage: python -m models.targets.prepare RUN_FOLDER")
     folder = RunFolder(Path(sys.argv[1]))
-    config = read_config(folder.config)
-    record = prepare_target(config.target)
+    config, begun = read_config(folder.config), _begun(folder)
+    record = prepare_target(as_begun(config.target, begun))
+    if begun is not None and record.revision != begun.revision:
+        raise Refusal(
+            f"the target {record.path} has changed since the run began (its revision is {record.revision[:12]}, and "
+            f"was {begun.revision[:12]}): put it back, or start a new run"
+        )
     record = record.model_copy(update={"text_only": record.text_only and config.data.images is None})
     write_atomically(folder.target, record)
     print(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -110,15 +110,29 @@ def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
 
 
 def tensor_files(path: Path) -> dict[str, str]:
-    """File name of every tensor in a folder, sharded or not. Raises Refusal without safetensors files."""
+    """File name of every tensor in a folder, sharded or not. Raises Refusal without safetensors files, and for one that
+    is missing or cut off."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        return json.loads(index.read_text())["weight_map"]
+        try:
+            files = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise Refusal(f"{index} is damaged ({type(error).__name__}: {error}): fetch it again") from error
+        for name in sorted(set(files.values())):
+            _tensor_names(path / name)
+        return files
     single = path / "model.safetensors"
     if not single.is_file():
         raise Refusal(f"{path} holds no model.safetensors: convert the target with save_pretrained first")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
+    return dict.fromkeys(_tensor_names(single), single.name)
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise Refusal(f"{file} is missing or damaged ({error}): fetch it again") from error
 
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:

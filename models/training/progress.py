@@ -11,6 +11,7 @@ from infra.files.lines import as_line
 from infra.ledger.ledger import Ledger
 from infra.ledger.pulse import in_flight
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, SideRates
+from infra.refusal import Refusal
 from models.drafts.base import DraftLoss
 from models.run import PreparedRun
 from models.training.control import Control
@@ -92,7 +93,7 @@ class ProgressReporter:
         self.totals["covered"] += outcome.covered
 
     def check_finite(self, step: int) -> None:
-        """Raise FloatingPointError if a loss since the last progress line is not finite. Waits for the device."""
+        """Raise Refusal if a loss since the last progress line is not finite. Waits for the device."""
         _check_finite(float(self.window.sums[-1]), step - self.window.steps, step)
 
     def step_done(self, tokens: int) -> None:
@@ -178,8 +179,9 @@ class ProgressReporter:
 
 def _check_finite(loss: float, before: int, step: int) -> None:
     if not math.isfinite(loss):
-        raise FloatingPointError(
-            f"the loss of steps {before + 1} to {step} is not finite: lower training.learning_rate"
+        raise Refusal(  # the same steps would give the same loss again
+            f"the loss of steps {before + 1} to {step} is not finite: start a new run with a lower "
+            "training.learning_rate, or, if a device was at fault, resume this one, whose checkpoints are sound"
         )
 
 

@@ -1,15 +1,18 @@
 """How a trainer starts: it takes over its run, builds the draft, and restores the newest checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import Resume, rebuild_run, resume_run
+from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from infra.transport.choice import sweep
 from models import checkpoint as checkpoints
+from models.config.draft import DraftConfig
 from models.devices import compute_device
 from models.drafts.base import Draft, TargetProjection
 from models.drafts.registry import build_draft
@@ -62,6 +65,16 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
     return draft, float(counts[draft.vocabulary.target_ids].sum() / counts.sum())
 
 
+def _shape(config: DraftConfig, target: TargetRecord) -> dict[str, Any]:
+    """What a draft is built from, sizes that follow the target in numbers."""
+    found = config.model_dump(exclude=set(config.training_only))
+    if "vocab_size" in found:
+        found["vocab_size"] = config.vocabulary_size(target.vocab_size)
+    if "hidden_size" in found:
+        found["hidden_size"] = found["hidden_size"] or target.hidden_size
+    return found
+
+
 def load_start(run: RunWithTarget) -> Draft:
     """A warm start: the draft of another training in RUN/start, with its vocabulary, whose tokens its head's rows are.
 
@@ -73,7 +86,7 @@ def load_start(run: RunWithTarget) -> Draft:
         draft = load_draft(folder, Path(run.target.path), torch.float32)
     except Refusal as error:
         raise Refusal(f"{named} does not fit {run.target.name}: {error}. Leave training.start_from out") from error
-    wanted, given = (c.model_dump(exclude=set(c.training_only)) for c in (run.config.draft, draft.config))
+    wanted, given = (_shape(config, run.target) for config in (run.config.draft, draft.config))
     differing = [
         f"draft.{name} is {given.get(name)}, the recipe's {wanted.get(name)}"
         for name in {**wanted, **given}

@@ -109,6 +109,27 @@ def test_axes_that_the_target_does_not_have_are_refused(tmp_path):
         check_settings(run)
 
 
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (["data.max_tokens=256", "benchmark.prompt_tokens=200", "benchmark.max_new_tokens=56"], None),
+        (["data.max_tokens=257"], r"data\.max_tokens is 257, and the target's context ends at 256 tokens"),
+        (
+            ["benchmark.prompt_tokens=200", "benchmark.max_new_tokens=57"],
+            r"benchmark\.prompt_tokens \+ benchmark\.max_new_tokens is 257, .* lower it",
+        ),
+        (["data.max_tokens=257", "generator.sglang.context_length=512"], None),
+        (["benchmark.max_new_tokens=6"], None),
+        (["benchmark.max_new_tokens=5"], r"all of benchmark\.lookahead=4 tokens are accepted needs 6: raise it"),
+    ],
+)
+def test_text_that_is_too_long_or_too_short_is_refused(changes, refused, tmp_path):
+    changes = [*changes, "generator.engine=transformers"]
+    run = run_of("LlamaForCausalLM", {"max_position_embeddings": 256}, changes, tmp_path)
+    with nullcontext() if refused is None else pytest.raises(Refusal, match=refused):
+        check_settings(run)
+
+
 def test_a_target_without_an_mtp_layer_is_refused_before_anything_is_captured(tmp_path):
     sizes = "num_heads: 2, num_kv_heads: 2, head_dim: 24, intermediate_size: 16"
     changes = [f"draft={{method: mtp, family: mimo, {sizes}}}", "target.aux_layer_ids=[]"]

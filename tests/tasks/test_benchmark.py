@@ -30,3 +30,17 @@ def test_a_nightly_figure_by_another_counter_is_not_compared(draft: RegisteredDr
     told = "was benchmarked by reference, and tonight sglang 0.5.23 counted"
     with pytest.raises(Refusal, match=told):
         tell_of_change.fn(draft, result.model_copy(update={"conditions": engine}), 0.05)
+
+
+def test_a_nightly_figure_on_other_prompts_is_no_change(draft: RegisteredDraft, result: BenchmarkResult) -> None:
+    """A source that grows gives other held-out prompts: neither engine nor hardware is to blame."""
+    moved = draft.model_copy(update={"acceptance_length": 2 * result.length})
+    with disable_run_logger(), pytest.raises(Refusal, match="look at what has changed in engine, driver or hardware"):
+        tell_of_change.fn(moved, result, 0.05)
+    moved = moved.model_copy(update={"tags": {**draft.tags, "dataset_hash": "another"}})
+    with disable_run_logger():
+        said = tell_of_change.fn(moved, result, 0.05)
+        assert "the lengths are not compared, because the text is another by now" in said
+        mismatch = result.lossless.model_copy(update={"mismatches": 1})
+        with pytest.raises(Refusal, match="1 mismatches"):
+            tell_of_change.fn(moved, result.model_copy(update={"lossless": mismatch}), 0.05)

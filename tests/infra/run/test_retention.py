@@ -15,7 +15,7 @@ from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleSlot
 from infra.refusal import Refusal
 from infra.run.ownership import is_owned
-from infra.run.retention import is_finished, old_runs, remove, remove_rest
+from infra.run.retention import is_finished, old_runs, remove, remove_all, remove_rest
 
 
 @pytest.fixture
@@ -134,3 +134,17 @@ def test_the_rows_of_a_removed_run_leave_a_shared_ledger(runs: Path, tmp_path: P
         assert database.execute("select name from runs").fetchall() == [("stays",)]
     with Ledger.open(url, "gone") as ledger:
         assert ledger.delete_run() == 0
+
+
+def test_a_shared_ledger_of_another_version_stops_the_removal_of_its_own_runs_alone(runs: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as database:
+        database.execute("create table samples (run text, rank integer)")
+    first = make(runs, "first", 9, "report.json", ledger={"url": f"sqlite:///{other}"})
+    second = make(runs, "second", 9, "report.json")
+    gone, errors = remove_all([first, second])
+    assert gone == ["second"]
+    assert [path.name for path in runs.iterdir()] == ["first"]
+    (error,) = errors
+    assert "run first stays" in error
+    assert "made by another version of Draftsmith" in error

@@ -22,7 +22,7 @@ from infra.processes.process import ProcessFailedError
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
 from infra.settings import shared_memory_folder
 from infra.tracking import registry, runs
-from infra.tracking.changes import Announcement, SmokeTest, State
+from infra.tracking.changes import EXPECTED, Announcement, SmokeTest, State
 from infra.tracking.client import REGISTRY_ERRORS, connect, get_model, pages
 from infra.tracking.promotion import OUTSIDE, DraftInService
 from infra.tracking.registry import history
@@ -445,6 +445,36 @@ def test_models_of_others_are_left_alone(logged: tuple[str, TrackedRun, str]) ->
     assert history(uri, "theirs") == []
     assert registry.list_drafts(uri, "theirs") == []
     assert "theirs" not in {draft.name for draft in registry.list_drafts(uri)}
+
+
+def test_the_champion_of_an_earlier_version_keeps_what_it_replaced(make_world: Callable[[], World]) -> None:
+    """Such versions noted the champion in the history alone."""
+    world = make_world()
+    for run in ("first", "second"):
+        draft = world.register(run)
+        world.service(world.smoke_test).promote(draft.version, by="gate", reason="better", run=run)
+    client, before = connect(world.uri), history(world.uri, world.name)
+    client.delete_registered_model_tag(world.name, EXPECTED)
+    assert world.service().reconcile() is None
+    assert history(world.uri, world.name) == before
+    world.service().rollback(by="somebody", reason="slower")
+    present = registry.champion(world.uri, world.name)
+    assert present is not None
+    assert present.version == 1
+
+
+def test_drafts_of_an_earlier_version_are_listed(logged: tuple[str, TrackedRun, str]) -> None:
+    """Their registered models have no tag before their next run."""
+    uri, run, model_id = logged
+    client = connect(uri)
+    client.create_registered_model("draft-earlier", description="Drafts of **a target**, made by Draftsmith.")
+    client.create_model_version("draft-earlier", f"models:/{model_id}", run.run_id)
+    client.create_registered_model("draft-documents", description="Contracts.")
+    client.create_model_version("draft-documents", f"models:/{model_id}", run.run_id)
+    for name in (None, "draft-earlier"):
+        assert "draft-earlier" in {draft.name for draft in registry.list_drafts(uri, name)}
+    for name in (None, "draft-documents"):
+        assert "draft-documents" not in {draft.name for draft in registry.list_drafts(uri, name)}
 
 
 def test_more_drafts_than_a_page_are_listed(logged: tuple[str, TrackedRun, str]) -> None:

@@ -30,7 +30,7 @@ from models.benchmark.measure import walk_decoded
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run, lines, tables
 from models.benchmark.served import serve, served_answers, speculative_arguments
-from models.benchmark.smoke import smoke_test
+from models.benchmark.smoke import benchmarked_prompts, smoke_test
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
@@ -450,6 +450,12 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
     assert smoke.passed, smoke.reason
     without = smoke_test(run, run.folder.export, counts.model_copy(update={"texts": ()}))
     assert without == smoke, "in float32 the target writes the same text again"
+    # A version that waits for approval is tested long after its benchmark, when data.source holds other text.
+    shorter = config.model_copy(update={"prompt_tokens": 3})
+    other = replace(run, config=run.config.model_copy(update={"benchmark": shorter}))
+    assert benchmarked_prompts(other, counts) == counts.prompts
+    assert benchmarked_prompts(other, counts.model_copy(update={"prompts": ()})) != list(map(list, counts.prompts))
+    assert smoke_test(other, run.folder.export, counts) == smoke
     worse = {config.lookahead: tuple((tokens, 2 * steps) for tokens, steps in counts.greedy[config.lookahead])}
     assert not smoke_test(run, run.folder.export, counts.model_copy(update={"greedy": worse})).passed
 

@@ -142,6 +142,12 @@ def test_the_main_writes_the_record_or_one_message(
     assert f"{record.train_samples} to train on" in ended.stdout
     assert len(ended.stdout.strip().splitlines()) == 1
 
+    # A resumed run: its ledger holds the samples that it began with, and the source may have grown since.
+    source.write_text(source.read_text() + json.dumps({"text": story(30)}) + "\n")
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert SamplesRecord.read(folder.samples) == record
+
     folder.samples.unlink()
     source.write_text("")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

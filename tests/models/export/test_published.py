@@ -235,6 +235,12 @@ def test_what_is_no_draft_is_refused_with_the_setting_that_named_it(authors, tar
     config = RunConfig.model_validate(recipe)
     with pytest.raises(ValueError, match=r"training\.start_from: there is no folder .*/no-folder"):
         import_start(str(tmp_path / "no-folder"), config, target, tmp_path / "start")
+    for file, cut in (("model.safetensors", 2000), ("config.json", 20)):
+        content = (authors / file).read_bytes()
+        (authors / file).write_bytes(content[:cut])
+        with pytest.raises(ValueError, match=rf"training\.start_from=.* cannot start .*{file} is .*damaged \("):
+            import_start(str(authors), config, target, tmp_path / "start")
+        (authors / file).write_bytes(content)
     (authors / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"training\.start_from=.*neither model\.safetensors nor pytorch_model\.bin"):
         import_start(str(authors), config, target, tmp_path / "start")

@@ -219,6 +219,19 @@ def test_what_was_answered_before_a_kill_is_kept(
     assert not part.exists()
 
 
+def test_a_resumed_run_keeps_its_answers_whatever_its_source_holds_by_now(
+    task_of: Callable[..., RunWithTarget], start: Callable[..., Any]
+) -> None:
+    task = task_of([conversation(question) for question in QUESTIONS])
+    write_atomically(task.folder.regenerated, record := regenerate(task))
+    with Path(task.config.data.source).open("a") as file:
+        file.write(json.dumps(conversation("Who are you?")) + "\n")
+    process = start("models.regeneration.regenerate", task.folder)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert RegeneratedRecord.read(task.folder.regenerated) == record
+
+
 @pytest.mark.slow
 def test_sglang_answers_the_same(task_of: Callable[..., RunWithTarget]) -> None:
     prompts = [conversation(question, "x", "And why?") for question in QUESTIONS]

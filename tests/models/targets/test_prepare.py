@@ -11,14 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
 
+from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
+from infra.refusal import Refusal
 from models.config.recipe import RunConfig
 from models.config.target import TargetConfig
 from models.targets.model import TargetModel
-from models.targets.prepare import prepare_target
+from models.targets.prepare import as_begun, main, prepare_target
 
 
 def hugging_face(name: Path | str, aux_layer_ids: tuple[int, ...] = (0, 1)) -> TargetConfig:
@@ -71,6 +74,14 @@ def other_architecture(folder: Path, kind: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def cut_off(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 100_000)
+
+
+def lost_shard(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
+
+
 def remove_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -81,6 +92,8 @@ def remove_tokenizer(folder: Path) -> None:
     [
         (without("config.json"), "no config.json"),
         (without("model.safetensors"), "save_pretrained"),
+        (cut_off, r"model\.safetensors is missing or damaged \(.*\): fetch it again"),
+        (lost_shard, r"model-2\.safetensors is missing or damaged \(.*\): fetch it again"),
         (remove_tokenizer, "with a tokenizer"),
         (lambda folder: other_architecture(folder, "gpt2"), "'gpt2' has no decoder layers"),
         (lambda folder: other_architecture(folder, "bert"), "'bert' has no decoder layers"),
@@ -119,6 +132,31 @@ def test_the_main_tells_people_what_to_do_without_a_network(tmp_path: Path, tiny
     assert "the Hub cannot be reached" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not folder.target.exists()
+
+
+def test_a_resumed_run_is_refused_a_target_that_has_changed(
+    copy: Path, tmp_path: Path, tiny_config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    write_atomically(folder.config, tiny_config.model_copy(update={"target": hugging_face(copy)}))
+    monkeypatch.setattr(sys, "argv", ["prepare", str(folder.path)])
+    main()
+    began = TargetRecord.read(folder.target)
+    main()
+    assert TargetRecord.read(folder.target) == began
+
+    tensors = load_file(copy / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refusal, match=r"copy has changed since the run began .*: put it back, or start a new run"):
+        main()
+    assert TargetRecord.read(folder.target) == began
+
+
+def test_a_resumed_run_keeps_the_hubs_revision_that_it_began_with(tmp_path: Path, tiny_target: TargetRecord) -> None:
+    began = tiny_target.model_copy(update={"name": "owner/name", "path": f"/cache/{'1' * 40}", "revision": "1" * 40})
+    assert as_begun(hugging_face("owner/name"), began).revision == "1" * 40
+    assert as_begun(hugging_face("owner/name"), None).revision is None
+    assert as_begun(hugging_face(tmp_path), tiny_target).revision is None
 
 
 def test_packages_are_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

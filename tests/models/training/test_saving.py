@@ -1,5 +1,8 @@
 """Checkpoints saved beside training: what was copied is what is written, in order, and errors are not lost."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from infra.ledger.trainers import resume_run
 from infra.records.data_path import CheckpointRecord
 from models import checkpoint as checkpoints
 from models.checkpoint import CheckpointSaver, on_host
+from models.training.trainer import MACHINE_FAULTS
 
 DESCRIPTION = checkpoints.DraftDescription(
     config={}, aux_layer_ids=(1,), target_path="target", target_revision="1", target_vocab_size=8
@@ -62,6 +66,28 @@ def test_what_a_save_raised_is_raised_by_the_next_wait(folder: RunFolder, ledger
     with pytest.raises(OSError, match="checkpoints"):
         saver.wait()
     assert not ledger.checkpoints()
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """This process may write no larger file: what a full disk looks like to it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(("weights", "optimizer"), [(100_000, 1), (1, 100_000)])
+def test_a_full_disk_is_the_machines_fault_whichever_file_does_not_fit(
+    folder: RunFolder, ledger: Ledger, weights: int, optimizer: int
+) -> None:
+    saver = CheckpointSaver(folder, ledger, 1, keep=1)
+    state = checkpoints.TrainerState(optimizer={"state": torch.zeros(optimizer)}, scheduler={}, counters={})
+    tensors = {checkpoints.WEIGHTS: {"weight": torch.zeros(weights)}}
+    with largest_file(200_000), pytest.raises(MACHINE_FAULTS, match=r"step-000001-1.*cannot be written"):
+        saver.write(1, tensors, state, DESCRIPTION)
 
 
 def test_copies_share_no_memory() -> None:

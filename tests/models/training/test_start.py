@@ -72,6 +72,24 @@ def test_a_fine_tuned_target_continues_from_the_draft_of_its_base(continued, tmp
     assert start_of(run) == expected
 
 
+def test_a_default_and_the_same_size_in_numbers_are_one_shape(tmp_path):
+    """Published drafts of all tokens are read with `vocab_size: null`."""
+    target = random_target(tmp_path / "target")
+    head = read_target_head(target, torch.float32)
+    published = load_recipe(TINY, ["draft.vocab_size=null"])
+    vocabulary = DraftVocabulary(torch.arange(600), 600)
+    draft = build_draft(published.draft, head.embedding, vocabulary, published.target.aux_layer_ids)
+    folder = RunFolder(tmp_path / "run")
+    write_export(draft, folder.start, {}, read_served_target(target))
+    config = load_recipe(TINY, ["draft.vocab_size=600", "draft.hidden_size=32", "training.start_from=1"])
+    sizes = {"hidden_size": 32, "num_layers": 3, "vocab_size": 600, "model_type": "llama", "licence": "x"}
+    record = TargetRecord(name="t", path=str(target), revision="2" * 40, **sizes)
+    assert load_start(RunWithTarget(folder, config, record)).config == config.draft
+    config = load_recipe(TINY, ["draft.vocab_size=599", "training.start_from=1"])
+    with pytest.raises(ValueError, match=r"draft\.vocab_size is 600, the recipe's 599"):
+        load_start(RunWithTarget(folder, config, record))
+
+
 @pytest.mark.parametrize("size", ["vocab_size", "hidden_size"])
 def test_a_target_of_other_shapes_does_not_continue(size, continued, tmp_path):
     run = continued(random_target(tmp_path / "other", **{size: 616}))

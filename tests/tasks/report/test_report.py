@@ -1,6 +1,7 @@
 """The report's files, and the same in Prefect and in MLflow."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,10 @@ def test_a_gate_not_passed_says_how_many_prompts_would_have_shown_the_difference
     said = findings(result.model_copy(update={"gate": gate}))["Gate"]
     assert said.endswith("can show is 10.0%, a difference as large as this one takes 424")
     assert "takes" not in findings(result)["Gate"]
+    # Where all prompts agree, the jackknife finds no error, of two prompts as of a thousand.
+    gate = gate.model_copy(update={"smallest_detectable": math.expm1(math.log1p(gate.margin)), "prompts_needed": None})
+    said = findings(result.model_copy(update={"gate": gate}))["Gate"]
+    assert said.endswith("all prompts gave the same ratio, so they do not tell how much others would differ")
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ def test_all_conditions_are_listed(facts: RunFacts, run: OpenRun) -> None:
     conditions = facts.result.conditions.model_copy(update={**different, **texts, "sampled_top_p": 0.95})
     text = page(replace(facts, result=facts.result.model_copy(update={"conditions": conditions})), run).text
     shown = conditions.model_dump() | {"versions": "torch 2.13, mlflow 3.17", "thinking": "yes"}
-    shown |= {"temperature": "0", "sampled_temperature": "1"}
+    shown |= {"temperature": "0", "sampled_temperature": "1", "quantization": "none"}
     lines = [f"{name.replace('_', ' ')} {value}" for name, value in shown.items()]
     assert len(lines) == len(type(conditions).model_fields) >= 18
     assert [line for line in lines if line not in text] == []
