@@ -62,24 +62,6 @@ def load_model(
     return model.to(device)
 
 
-def load_streamed(folder: Path, dtype: torch.dtype, converted: Path) -> "transformers.PreTrainedModel":
-    """Load a target whose weights stay on disk; accelerate reads a module's weights when it runs.
-
-    Experts that are stored one by one are first stacked and written to the folder `converted`.
-    """
-    config = read_model_config(folder)
-    options = {"device_map": {"": "disk"}, "offload_folder": str(converted)}
-    model = model_class(config).from_pretrained(folder, config=config, dtype=dtype, **options)
-    if getattr(config.get_text_config(), "hidden_size_per_layer_input", None):
-        # Gemma 4 reads a row of this weight itself, which accelerate 1.15 does not see: it stays in memory.
-        from accelerate.hooks import remove_hook_from_module
-
-        table = model.get_input_embeddings()
-        table._hf_hook.pre_forward(table)
-        remove_hook_from_module(table)
-    return model
-
-
 def has_experts(config: PretrainedConfig) -> bool:
     """Whether the text model chooses among experts."""
     return any("experts" in name and value for name, value in config.get_text_config().to_dict().items())

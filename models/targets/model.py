@@ -16,8 +16,9 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from infra.refusal import Refusal
 from models.config.axes import AXES
-from models.targets.architecture import decoder_of, load_model, load_streamed, read_model_config
+from models.targets.architecture import decoder_of, load_model, read_model_config
 from models.targets.hidden_states import HiddenStates
+from models.targets.streamed import load_streamed
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
