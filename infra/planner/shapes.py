@@ -225,13 +225,16 @@ def _feed_forward(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[in
         dense = 3 * hidden * text["intermediate_size"] * layers
         return dense, dense
     wide = text.get("moe_intermediate_size") or text["intermediate_size"]
-    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * wide
-    first = text.get("first_k_dense_replace") or 0
-    dense = 3 * hidden * text.get("intermediate_size", wide) * first
+    # Llama 4, which names two widths, has a shared expert in any case.
+    count = text.get("n_shared_experts") or int("intermediate_size_mlp" in text)
+    shared = text.get("shared_expert_intermediate_size") or count * wide
+    with_experts = (layers - (text.get("first_k_dense_replace") or 0)) // (text.get("interleave_moe_layer_step") or 1)
+    width = text.get("intermediate_size_mlp") or text.get("intermediate_size", wide)
+    dense = 3 * hidden * width * (layers - with_experts)
     router = hidden * experts
-    stored = (3 * hidden * (experts * wide + shared) + router) * (layers - first)
+    stored = (3 * hidden * (experts * wide + shared) + router) * with_experts
     chosen = next((text[name] for name in EXPERTS_PER_TOKEN[1:] if name in text), None) or text[EXPERTS_PER_TOKEN[0]]
-    active = (3 * hidden * (chosen * wide + shared) + router) * (layers - first)
+    active = (3 * hidden * (chosen * wide + shared) + router) * with_experts
     return dense + stored, dense + active
 
 

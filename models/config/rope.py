@@ -62,8 +62,8 @@ class RopeScaling(StrictConfig):
                 f"rope_scaling.original_max_position_embeddings: rope_type {self.rope_type} needs it; it is in the "
                 "target's config.json"
             )
-        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise Refusal("rope_scaling.high_freq_factor must exceed low_freq_factor")
+        if self.rope_type == "llama3" and self.high_freq_factor < self.low_freq_factor:
+            raise Refusal("rope_scaling.high_freq_factor must not be below low_freq_factor")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise Refusal("rope_scaling.mscale and mscale_all_dim go together: set both, or neither")
         return self

@@ -52,6 +52,8 @@ def _llama3_kept(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     assert scaling.original_max_position_embeddings is not None
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if high == low:  # Llama 4 Scout
+        return (turns > low).to(turns)
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 

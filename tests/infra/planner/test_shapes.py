@@ -23,6 +23,13 @@ KIMI_K2 = {
     "intermediate_size": 18432, "n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
     "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+LLAMA4 = {
+    "hidden_size": 5120, "num_hidden_layers": 48, "vocab_size": 202048, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_experts_per_tok": 1,
+}  # fmt: skip
+SCOUT = LLAMA4 | {"num_local_experts": 16, "interleave_moe_layer_step": 1}
+MAVERICK = LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2}
 GEMMA3_270M = {
     "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "tie_word_embeddings": True,
@@ -60,9 +67,11 @@ DRAFTS = [
     [
         (QWEN3_8B, 8.2e9, 6.95e9),  # Qwen3's model card: 8.2B, 6.95B without embeddings
         (KIMI_K2, 1.03e12, 31e9),  # Kimi K2's: 1T and 32B activated, the head among them
+        (SCOUT, 107.8e9, 15.1e9),  # 109B and 17B with its eyes and, of the active ones, the embeddings
+        (MAVERICK, 400.7e9, 15.1e9),
         ({"text_config": GEMMA3_270M, "tie_word_embeddings": True}, 268e6, 100e6),  # Gemma 3's: 170M + 100M
     ],
-    ids=["qwen3-8b", "kimi-k2", "gemma3-270m"],
+    ids=["qwen3-8b", "kimi-k2", "llama-4-scout", "llama-4-maverick", "gemma3-270m"],
 )
 def test_published_sizes(config: dict[str, Any], stored: float, active: float) -> None:
     shape = target_shape(config)

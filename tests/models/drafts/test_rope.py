@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLTextConfig, Qwen3VLTextConfig
+from transformers import LlamaConfig, Qwen2_5_VLTextConfig, Qwen3VLTextConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
@@ -32,6 +33,19 @@ def test_pairs_turn_by_the_axes_that_the_target_gives_them(family: str) -> None:
         # Their angles are float32.
         assert (ours[:, 0] - theirs[0, :, :64]).abs().max() < 5e-4
     assert not torch.equal(found[0], rotary_tables(places[:, 0], shape)[0])
+
+
+@pytest.mark.parametrize("high", [1.0, 4.0], ids=["Llama 4 Scout", "Llama 3.1"])
+def test_low_frequencies_are_divided_as_in_llama(high: float) -> None:
+    rope = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": high}
+    rope |= {"original_max_position_embeddings": 8192}
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope | {"rope_theta": 5e5})
+    along = torch.randint(3000, (50,))
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), along[None])
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 128, "intermediate_size": 8, "rope_theta": 5e5}
+    found = rotary_tables(along, Eagle3Config(**sizes, rope_scaling=rope))
+    for ours, theirs in zip(found, (cos, sin), strict=True):
+        assert (ours[:, 0] - theirs[0, :, :64]).abs().max() < 5e-4
 
 
 def test_on_text_the_axes_change_nothing() -> None:

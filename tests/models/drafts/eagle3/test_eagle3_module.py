@@ -164,7 +164,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4, "beta_fast": 2}}, "linear has no such setting"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "'linear', 'llama3' or 'yarn'"),
-        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1}}, "must exceed low_freq_factor"),
+        ({"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}}, "must not be below low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"rope_type": "yarn", "mscale": 1}}, "set both, or neither"),
         ({"mla": {}}, "num_kv_heads 2 and head_dim 8 are 4 and 192 with draft.mla: leave them out"),
         ({"mla": LATENT | {"v_head_dim": 9}, "num_kv_heads": 4}, "v_head_dim 9 exceeds"),
