@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask_info, read_metrics, read_server_info
+from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask, ask_info, read_metrics, read_server_info
 from infra.network.health import is_loopback, public
 from infra.records.acceptance import RequestCounts
 from infra.serving.comparison import StepGroup, compare_paired
@@ -56,10 +56,10 @@ class ServerClient:
         return True
 
     def report(self) -> ServerReport:
-        """What it runs and has counted; it is healthy if this returns. Raises Refusal for one without metrics."""
-        self._http.get(f"{self.url}/health").raise_for_status()
+        """What it runs and has counted; it is healthy if this returns. Raises Refusal for one that will not tell."""
+        ask(self._http, f"{self.url}/health")
         info = ask_info(self._http, self.url)
-        page = self._http.get(f"{self.url}/metrics").raise_for_status().text
+        page = ask(self._http, f"{self.url}/metrics").text
         draft = read_server_info(info)
         reading = read_metrics(page, public(self.url), draft)
         return ServerReport(draft, _lookahead(info), reading.counters, int(info.get("tp_size") or 1))
