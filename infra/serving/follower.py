@@ -5,10 +5,11 @@ does one thing. It keeps nothing in memory that it could not do without, so it m
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
@@ -31,6 +32,7 @@ from infra.serving.rollout import (
     complete,
     heed,
     held,
+    in_words,
     judge,
     next_steps,
     take_back,
@@ -44,6 +46,7 @@ from infra.tracking import registry
 from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
 
 BY = "serving follower"
+Value = TypeVar("Value")
 
 Withdraw = Callable[[int, str], None]
 """Takes a version out of service in the registry, with the reason."""
@@ -312,12 +315,14 @@ class Follower:
                 self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: now}}))
                 if self._fleet.stop(step.url):
                     continue
-                stopped = {url: at for url, at in self.state.stopped.items() if url != step.url}
-                self._keep(self.state.model_copy(update={"stopped": stopped}))
+                self._keep(self.state.model_copy(update={"stopped": without(self.state.stopped, step.url)}))
             started = {**self.state.started, step.url: step.version}
             swapping = tuple(url for url in self.state.swapping if url != step.url)
             self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
-            self._fleet.start(step.url, self._arguments(step.version), step.version)
+            arguments = self._arguments(step.version)
+            if not self._fleet.start(step.url, arguments, step.version, now) and step.kind == "stop":
+                # It may run on as it was.
+                self._keep(self.state.model_copy(update={"started": without(started, step.url)}))
         done = all(
             one.condition == "healthy" and one.version == version for one, version in zip(seen, wanted, strict=True)
         )
@@ -384,9 +389,9 @@ class Follower:
             time.sleep(min(1.0, self._config.poll_s))
 
 
-def in_words(version: int) -> str:
-    """For people."""
-    return {NO_DRAFT: "no draft", FOREIGN: "a draft that is not of this registry"}.get(version, f"version {version}")
+def without(servers: Mapping[str, Value], url: str) -> dict[str, Value]:
+    """All but one of them."""
+    return {other: value for other, value in servers.items() if other != url}
 
 
 def first_line(error: Exception) -> str:

@@ -116,6 +116,11 @@ class Verdict:
     reason: str = ""
 
 
+def in_words(version: int) -> str:
+    """For people."""
+    return {NO_DRAFT: "no draft", FOREIGN: "a draft that is not of this registry"}.get(version, f"version {version}")
+
+
 def heed(state: RolloutState, told: int) -> RolloutState:
     """The state after the registry has named its champion: a new version is tried, one that has proven itself is not.
 
