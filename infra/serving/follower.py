@@ -5,11 +5,10 @@ does one thing. It keeps nothing in memory that it could not do without, so it m
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 
@@ -38,6 +37,7 @@ from infra.serving.rollout import (
     take_back,
     wanted_versions,
     with_control,
+    without,
 )
 from infra.serving.servers import ServerReport, expected, trouble_with
 from infra.serving.swap import CannotSwapError, changed_weights
@@ -46,7 +46,6 @@ from infra.tracking import registry
 from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
 
 BY = "serving follower"
-Value = TypeVar("Value")
 
 Withdraw = Callable[[int, str], None]
 """Takes a version out of service in the registry, with the reason."""
@@ -67,6 +66,8 @@ class Follower:
         self._print = say
         self._fleet = Fleet(config, say)
         self._opened: dict[int, VersionFolder] = {}
+        self._away = False
+        """Whether the registry did not answer in this round: then it is not asked again, which may take minutes."""
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when it was looked at last."""
         self._file = self._folder / config.draft / "state.json"
@@ -102,8 +103,10 @@ class Follower:
 
     def _hear(self) -> bool:
         """What the registry says, after it has heard what was taken back; False where nothing can be done about it."""
+        self._away = True
         try:
             check_answers(self._uri)
+            self._away = False
             for version, reason in self.state.taken_back.items():
                 self._withdraw(version, reason)
             self._keep(self.state.model_copy(update={"taken_back": {}}))
@@ -137,6 +140,8 @@ class Follower:
         """A version's folder, unchecked where the registry is away; None for one that is gone from both."""
         config = self._config
         try:
+            if self._away and version not in self._opened:
+                raise ConnectionError("the registry does not answer")
             return self._open(version)
         except BrokenVersionError as error:
             self._say("broken", f"version {version} cannot be served any more: {error}")
@@ -362,9 +367,10 @@ class Follower:
         """Load a version's weights into a running server; False where it is to be restarted."""
         look = next(look for look in looks if look.seen.url == step.url)
         url, before, report = step.url, look.seen.version, look.report
-        if report is None or not self._config.swap or url in self.state.swapping or before == step.version:
+        if report is None or report.workers > 1 or not self._config.swap or url in self.state.swapping:
             return False
-        if {NO_DRAFT, FOREIGN} & {before, step.version} or not self._is_as_set(url, before, report):
+        versions = {before, step.version}
+        if len(versions) < 2 or versions & {NO_DRAFT, FOREIGN} or not self._is_as_set(url, before, report):
             return False
         old, new = self._served(before), self._served(step.version)
         if old is None or new is None or old.arguments[2:] != new.arguments[2:]:
@@ -387,11 +393,6 @@ class Follower:
             if not self.state.stopped:
                 return
             time.sleep(min(1.0, self._config.poll_s))
-
-
-def without(servers: Mapping[str, Value], url: str) -> dict[str, Value]:
-    """All but one of them."""
-    return {other: value for other, value in servers.items() if other != url}
 
 
 def first_line(error: Exception) -> str:

@@ -31,6 +31,8 @@ class ServerReport:
     counters: Counters
     ranks: int = 1
     """Of tensor parallelism; each loads the weights of a swap for itself."""
+    workers: int = 1
+    """Processes that answer requests (--tokenizer-worker-num). After a swap only one of them would report it."""
 
 
 class ServerClient:
@@ -62,7 +64,8 @@ class ServerClient:
         page = ask(self._http, f"{self.url}/metrics").text
         draft = read_server_info(info)
         reading = read_metrics(page, public(self.url), draft)
-        return ServerReport(draft, _lookahead(info), reading.counters, int(info.get("tp_size") or 1))
+        ranks, workers = (int(info.get(name) or 1) for name in ("tp_size", "tokenizer_worker_num"))
+        return ServerReport(draft, _lookahead(info), reading.counters, ranks, workers)
 
     def probe(self, report: ServerReport, prompts: Sequence[Sequence[int]], new_tokens: int) -> ServerProbe:
         """Greedy answers to prompts, one after the other."""

@@ -86,6 +86,11 @@ def check_answers(uri: str) -> None:
         raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
 
 
+def give_up_soon() -> None:
+    """Have MLflow's client try twice, for callers that ask again anyway. By default it tries for four minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+
 def why_silent(uri: str, timeout_s: float) -> str | None:
     """Why a tracking server does not answer within `timeout_s` seconds, in a few words; None when it does.
 

@@ -12,7 +12,7 @@ import pytest
 
 from infra.serving.config import ServerConfig
 from infra.serving.follower import Follower
-from tests.infra.serving.serving_world import PROGRAM, SETTLED_S, ServingWorld, serving_world
+from tests.infra.serving.serving_world import PROGRAM, SETTLED_S, ServingWorld, serving_world, with_options
 
 
 @pytest.fixture
@@ -28,12 +28,6 @@ def rounds_until(follower: Follower, done: Callable[[], bool]) -> None:
     while not done():
         follower.round()
         assert time.monotonic() < deadline
-
-
-def with_options(world: ServingWorld, options: str) -> tuple[ServerConfig, ...]:
-    """The servers, started with further arguments."""
-    servers = world.config().servers
-    return tuple(one.model_copy(update={"command": f"{one.command} {options}"}) for one in servers)
 
 
 @pytest.mark.parametrize("world", [2], indirect=True)
@@ -154,3 +148,18 @@ def test_a_restart_that_fails_is_tried_again_later(
     supervised("old; new $DRAFT_ARGUMENTS")
     world.settle(world.follower(servers=(server,)))  # which knows of no failure
     assert (world.running(), runs_of(world)) == ([version], 3)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.timeout(120)
+def test_a_follower_that_is_started_without_mlflow_starts_dead_servers(world: ServingWorld) -> None:
+    """MLflow's own client would try for four minutes to find a version, and again."""
+    world.promote(version := world.register())
+    world.settle(world.follower())
+    for process in world.servers():
+        process.kill()
+        process.wait(10)
+    world.uri = "http://127.0.0.1:9"
+    follower = world.follower()
+    rounds_until(follower, lambda: world.running() == [version])
+    assert any("served unchecked: the registry does not answer" in line for line in world.said)

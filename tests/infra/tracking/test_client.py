@@ -13,7 +13,8 @@ import pytest
 
 from infra.refusal import Refusal
 from infra.settings import tracking_uri
-from infra.tracking.client import check_answers, connect
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, give_up_soon
+from infra.tracking.registry import find_version
 
 
 class Guarded(BaseHTTPRequestHandler):
@@ -27,9 +28,21 @@ class Guarded(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+class Broken(Guarded):
+    """A tracking server whose database is away."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            Broken.asked += 1
+        self.send_response(200 if self.path == "/health" else 500)
+        self.end_headers()
+
+
 @contextmanager
-def guarded_server(certificate: Path | None = None) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+def guarded_server(certificate: Path | None = None, answers: type[Guarded] = Guarded) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
@@ -73,3 +86,15 @@ def test_a_server_behind_a_private_certificate_a_token_or_a_user_answers(
         check_answers(f"https://{place}")
     with pytest.raises(Refusal, match="does not answer"):
         check_answers("http://127.0.0.1:9")
+
+
+@pytest.mark.timeout(60)
+def test_a_server_without_its_database_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    give_up_soon()
+    with guarded_server(answers=Broken) as place:
+        check_answers(f"http://{place}")
+        with pytest.raises(REGISTRY_ERRORS):
+            find_version(f"http://{place}", "draft", 1)
+    assert Broken.asked <= 2
