@@ -18,10 +18,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.drift.target import ReportedTarget, read_target
-from infra.network.health import is_loopback, public
+from infra.network.health import public
+from infra.network.http import open_client
 from infra.records.data_path import Record
 from infra.refusal import Refusal
-from infra.settings import sglang_api_key
 
 GENERATED = "sglang:generation_tokens_total"
 REQUESTS = "sglang:num_requests_total"
@@ -179,10 +179,8 @@ def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
     """
     readings: dict[str, Reading] = {}
     silent: dict[str, Exception] = {}
-    key = sglang_api_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for server in servers:
-        with httpx.Client(timeout=timeout_s, headers=headers, trust_env=not is_loopback(server)) as client:
+        with open_client(server, timeout_s) as client:
             try:
                 readings[server] = _ask(client, server.rstrip("/"), public(server))
             except (httpx.HTTPError, json.JSONDecodeError, ConnectionResetError, Refusal) as error:

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 
 from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask, ask_info, read_metrics, read_server_info
-from infra.network.health import is_loopback, public
+from infra.network.health import public
+from infra.network.http import open_client
 from infra.records.acceptance import RequestCounts
 from infra.serving.comparison import StepGroup, compare_paired
 from infra.serving.rollout import FOREIGN, NO_DRAFT, ProbeAnswer, ServerProbe
-from infra.settings import sglang_api_key
 
 HEALTH_S = 30.0
 """SGLang itself waits 20 s for a sign of its scheduler."""
@@ -39,15 +39,8 @@ class ServerClient:
     """Asks one server. Raises httpx.HTTPError where it does not answer as it should."""
 
     def __init__(self, url: str) -> None:
-        key = sglang_api_key()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        self._http = httpx.Client(
-            timeout=HEALTH_S,
-            headers=headers,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=not is_loopback(url),
-        )
+        self._http = open_client(self.url, HEALTH_S)
 
     def answers(self) -> bool:
         """Whether anything listens at the address."""

@@ -1,7 +1,6 @@
 """A client leaves nothing behind that the next run would take for the operator's wish."""
 
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, give_up_soon
 from infra.tracking.registry import find_version
+from tests.certificates import self_signed
 
 
 class Guarded(BaseHTTPRequestHandler):
@@ -70,19 +70,15 @@ def test_the_address_of_one_run_is_not_that_of_the_next(
 def test_a_server_behind_a_private_certificate_a_token_or_a_user_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    certificate = tmp_path / "both.pem"
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run([*make.split(), "-keyout", certificate, "-out", tmp_path / "c.pem"], check=True, capture_output=True)
-    with certificate.open("a") as file:
-        file.write((tmp_path / "c.pem").read_text())
+    certificate, both = self_signed(tmp_path)
     with guarded_server() as place:
         check_answers(f"http://ops:secret@{place}")
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
         check_answers(f"http://{place}")
-    with guarded_server(certificate) as place:
+    with guarded_server(both) as place:
         with pytest.raises(Refusal, match="does not answer"):
             check_answers(f"https://{place}")
-        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "c.pem"))
+        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(certificate))
         check_answers(f"https://{place}")
     with pytest.raises(Refusal, match="does not answer"):
         check_answers("http://127.0.0.1:9")
