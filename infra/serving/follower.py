@@ -39,11 +39,11 @@ from infra.serving.rollout import (
     with_control,
     without,
 )
-from infra.serving.servers import ServerReport, expected, trouble_with
+from infra.serving.servers import BusyError, ServerReport, expected, trouble_with
 from infra.serving.swap import CannotSwapError, changed_weights
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
-from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model, first_line
 
 BY = "serving follower"
 
@@ -284,7 +284,10 @@ class Follower:
             try:
                 probe = self._fleet.clients[url].probe(report, counts.prompts, counts.conditions.max_new_tokens)
             except httpx.HTTPError as error:
-                self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})", True)
+                if isinstance(error, BusyError):  # by its users, whatever it runs
+                    self._say("busy", first_line(error))
+                else:
+                    self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})", True)
                 return False
             benchmarked = expected(counts, report.lookahead)
             trouble = trouble_with(probe, benchmarked, trial.before, self._config.canary.max_loss)
@@ -393,8 +396,3 @@ class Follower:
             if not self.state.stopped:
                 return
             time.sleep(min(1.0, self._config.poll_s))
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -19,6 +19,12 @@ HEALTH_S = 30.0
 REQUEST_S = 120.0
 SAME_TOKENS = 8
 """Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
+BUSY = (429, 503)
+"""Statuses of a full queue, and of a proxy's limit."""
+
+
+class BusyError(httpx.HTTPError):
+    """A healthy server that takes no more requests at the moment."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,17 @@ class ServerClient:
         return ServerReport(draft, _lookahead(info), reading.counters, ranks, workers)
 
     def probe(self, report: ServerReport, prompts: Sequence[Sequence[int]], new_tokens: int) -> ServerProbe:
-        """Greedy answers to prompts, one after the other."""
+        """Greedy answers to prompts, one after the other. Raises BusyError where its users leave no room for them."""
         answers = []
         for prompt in prompts:
             body = {
                 "input_ids": list(prompt),
                 "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens},
             }
-            answer = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S).raise_for_status().json()
+            reply = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
+            if reply.status_code in BUSY:
+                raise BusyError(f"{public(self.url)} is too busy for prompts ({reply.status_code}): they wait")
+            answer = reply.raise_for_status().json()
             tokens, steps = answer["output_ids"], int(answer["meta_info"].get("spec_verify_ct") or 0)
             answers.append(ProbeAnswer(tokens=tokens, group=StepGroup(tokens=max(0, len(tokens) - 1), steps=steps)))
         return ServerProbe(lookahead=report.lookahead, answers=tuple(answers))

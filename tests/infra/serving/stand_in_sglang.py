@@ -6,7 +6,7 @@ The draft's config.json says what it is worth: {"length": acceptance length}, an
 be loaded, {"frozen": true} for one whose server takes no other weights. With {"in_weights": true} the length is the
 number in the tensor `length`, so that a swap changes it. The text is the target's, whatever the draft. Like SGLang it
 drains after SIGTERM: its health is 503, and it ends when no request is left. It has no counters without
---enable-metrics, and with --api-key it tells nothing without the key.
+--enable-metrics, and with --api-key it tells nothing without the key. While there is a file FULL its queue is full.
 """
 
 import argparse
@@ -50,6 +50,7 @@ class StandIn(ThreadingHTTPServer):
     def __init__(self, options: argparse.Namespace, worth: dict[str, Any]) -> None:
         self.draft, self.length, self.started = options.speculative_draft_model_path, worth["length"], str(uuid.uuid4())
         self.key, self.has_metrics, self.workers = options.api_key, options.enable_metrics, options.tokenizer_worker_num
+        self.full: Path | None = options.full
         self.frozen, self.weight_version = worth.get("frozen", False), "default"
         self.going, self.session = threading.Event(), False
         self.going.set()
@@ -136,6 +137,9 @@ class Answers(BaseHTTPRequestHandler):
         if self.path != "/generate":
             self.answer(self.server.control(self.path, body), "")
             return
+        if self.server.full and self.server.full.exists():
+            self.answer(503, "The request queue is full.")
+            return
         with self.server.lock:
             self.server.busy += 1
         try:
@@ -167,6 +171,7 @@ def main() -> None:
     parser.add_argument("--speculative-draft-model-path")
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--api-key")
+    parser.add_argument("--full", type=Path)
     parser.add_argument("--tokenizer-worker-num", type=int, default=1)
     options, _ = parser.parse_known_args()
     worth: dict[str, Any] = {"length": 1.0}

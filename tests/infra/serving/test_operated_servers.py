@@ -106,7 +106,9 @@ def test_a_unit_that_forgets_the_arguments_is_not_restarted_again_and_again(
         follower.round()
     assert (world.running(), runs_of(world)) == ([0], 1)
     supervised("old; new $DRAFT_ARGUMENTS")
-    world.settle(world.follower(servers=(server,), start_timeout_s=0.1))
+    (environment,) = (world.folder / "served" / "servers").iterdir()
+    os.utime(environment, (0, 0))  # its operator took some time
+    world.settle(world.follower(servers=(server,)))
     assert (world.running(), runs_of(world)) == ([version], 2)
 
 
@@ -163,3 +165,20 @@ def test_a_follower_that_is_started_without_mlflow_starts_dead_servers(world: Se
     follower = world.follower()
     rounds_until(follower, lambda: world.running() == [version])
     assert any("served unchecked: the registry does not answer" in line for line in world.said)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_canary_that_is_too_busy_for_prompts_is_not_the_version_s_fault(world: ServingWorld) -> None:
+    full = world.folder / "full"
+    follower = world.follower(servers=with_options(world, f"--full {full}"))
+    world.promote(world.register(2.0))
+    world.settle(follower)
+    world.promote(version := world.register(2.5))
+    full.touch()
+    rounds_until(follower, lambda: any("is too busy for prompts (503)" in line for line in world.said))
+    for _ in range(5):
+        follower.round()
+    full.unlink()
+    world.settle(follower)
+    assert world.running() == [version] * 2
+    assert world.champion() == version
