@@ -28,8 +28,10 @@ def serve_follow(
     """
     from flows.drafts_command import draft_in_service
     from infra.serving.follower import BY, Follower
+    from infra.tracking.client import give_up_soon
 
     config = _read(settings)
+    give_up_soon()
     uri = config.tracking_uri or tracking_uri()
 
     def withdraw(version: int, reason: str) -> None:

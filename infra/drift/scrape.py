@@ -18,10 +18,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from infra.drift.target import ReportedTarget, read_target
-from infra.network.health import is_loopback, public
+from infra.network.health import public
+from infra.network.http import open_client
 from infra.records.data_path import Record
 from infra.refusal import Refusal
-from infra.settings import sglang_api_key
 
 GENERATED = "sglang:generation_tokens_total"
 REQUESTS = "sglang:num_requests_total"
@@ -150,13 +150,26 @@ def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
     )
 
 
+def ask(client: httpx.Client, url: str) -> httpx.Response:
+    """One page of a server. Raises httpx.HTTPError where the server is away or fails, and Refusal where it, or what
+    stands in front of it, answers that it does not give this page: a restart would not change that."""
+    answer = client.get(url)
+    if answer.status_code in (401, 403):
+        remedy = "set $DRAFTSMITH_SGLANG_API_KEY to the server's --api-key"
+    elif answer.is_redirect or answer.is_client_error:
+        remedy = "start SGLang 0.5.23 or later with --enable-metrics, and give its own address, not a gateway's"
+    else:
+        return answer.raise_for_status()
+    raise Refusal(f"{public(url)} answers {answer.status_code} {answer.reason_phrase}: {remedy}")
+
+
 def ask_info(client: httpx.Client, url: str) -> dict[str, Any]:
-    """A server's `/server_info`, with the weight version that it reports now. Raises httpx.HTTPError, and Refusal
-    where something else answers."""
-    info = client.get(f"{url}/server_info").raise_for_status().json()
-    if not isinstance(info, dict):
+    """A server's `/server_info`, with the weight version that it reports now. Raises as `ask`, also where something
+    else answers."""
+    info, model = ask(client, f"{url}/server_info").json(), ask(client, f"{url}/model_info").json()
+    if not isinstance(info, dict) or not isinstance(model, dict):
         raise Refusal(f"{public(url)}/server_info is none of SGLang's: give the server's own address, not a gateway's")
-    return info | {"weight_version": client.get(f"{url}/model_info").raise_for_status().json().get("weight_version")}
+    return info | {"weight_version": model.get("weight_version")}
 
 
 def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
@@ -166,10 +179,8 @@ def scrape(servers: Sequence[str], timeout_s: float) -> Scrape:
     """
     readings: dict[str, Reading] = {}
     silent: dict[str, Exception] = {}
-    key = sglang_api_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for server in servers:
-        with httpx.Client(timeout=timeout_s, headers=headers, trust_env=not is_loopback(server)) as client:
+        with open_client(server, timeout_s) as client:
             try:
                 readings[server] = _ask(client, server.rstrip("/"), public(server))
             except (httpx.HTTPError, json.JSONDecodeError, ConnectionResetError, Refusal) as error:
@@ -188,7 +199,7 @@ def _ask(client: httpx.Client, url: str, shown: str) -> Reading:
     """
     info = ask_info(client, url)
     before = read_server_info(info)
-    page = client.get(f"{url}/metrics").raise_for_status().text
+    page = ask(client, f"{url}/metrics").text
     after = read_server_info(ask_info(client, url))
     if before != after:
         raise ConnectionResetError("it was restarted, or got another draft, while it was read")

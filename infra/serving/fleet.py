@@ -13,7 +13,7 @@ import httpx
 from infra.refusal import Refusal
 from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, ServerControl, control_of
-from infra.serving.rollout import NO_DRAFT, Condition, RolloutState, SeenServer
+from infra.serving.rollout import Condition, RolloutState, SeenServer, in_words
 from infra.serving.servers import ServerClient, ServerReport, version_of
 from infra.serving.versions import VersionFolder
 
@@ -47,6 +47,10 @@ class Fleet:
         """Addresses where servers answer that are not ours; said once."""
         self._unusable: dict[str, str] = {}
         """Why a server that answers cannot be followed, by address; said once."""
+        self._starts: dict[str, str] = {}
+        """Which start of a server answered last, by address."""
+        self._asked: dict[str, str] = {}
+        """The same when this process had the server started."""
         self._told: set[str] = set()
         """Servers that this process has told to stop."""
 
@@ -85,18 +89,42 @@ class Fleet:
         if foreign:
             return LookedAt(SeenServer(url, "waiting"), None)
         if isinstance(report, Refusal):  # it serves its users, so it is left alone
-            if self._unusable.get(url) != str(report):
-                self._unusable[url] = str(report)
-                self._say(str(report))
+            self._complain(url, str(report))
             self._unhealthy.pop(url, None)
             return LookedAt(SeenServer(url, "waiting"), None)
-        self._unusable.pop(url, None)
         if report is not None:
-            self._failures[url], self._due[url] = 0, 0.0
             self._unhealthy.pop(url, None)
             version = version_of(report.draft, Path(self._config.folder), self._config.draft)
-            return LookedAt(SeenServer(url, "healthy", version), report)
+            condition = self._answering(url, report.draft.start, version, state.started.get(url), now)
+            return LookedAt(SeenServer(url, condition, version), report if condition == "healthy" else None)
+        self._unusable.pop(url, None)
         return LookedAt(SeenServer(url, self._condition(url, age, state, now)), None)
+
+    def _complain(self, url: str, trouble: str) -> None:
+        if self._unusable.get(url) != trouble:
+            self._unusable[url] = trouble
+            self._say(trouble)
+
+    def _answering(self, url: str, start: str, version: int, started: int | None, now: float) -> Condition:
+        """Of a server that answers: whether it is as it was `started` last, which another supervisor may still do."""
+        self._starts[url] = start
+        if started in (None, version):
+            self._unusable.pop(url, None)
+            if started is not None:
+                self._failures[url], self._due[url] = 0, 0.0
+            return "healthy" if now >= self._due[url] else "waiting"
+        own, age = isinstance(self.controls[url], OwnServer), self.controls[url].age()
+        is_new = own or self._asked.get(url, start) != start
+        if not is_new and age is not None and age <= self._config.start_timeout_s:
+            return "starting"
+        if url not in self._asked:  # by a follower that has ended: this one tries once more
+            return "healthy"
+        self._complain(
+            url,
+            f"{url} runs {in_words(version)}, although it was started with {in_words(started)}: have its command pass "
+            "the draft's arguments on, and start it and serve-follow again",
+        )
+        return "waiting"
 
     def _drain(self, url: str, since: float) -> None:
         if url not in self._told:  # a follower that was killed may have written it down and no more
@@ -130,14 +158,18 @@ class Fleet:
         self._due[url] = now + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
         self._failures[url] += 1
 
-    def start(self, url: str, arguments: Sequence[str], version: int) -> None:
-        """Start a server, or have it restarted."""
-        self._say(f"{url} starts with {'no draft' if version == NO_DRAFT else f'version {version}'}")
+    def start(self, url: str, arguments: Sequence[str], version: int, now: float) -> bool:
+        """Start a server, or have it restarted; False where the command for that fails."""
+        self._say(f"{url} starts with {in_words(version)}")
         self._told.discard(url)
+        self._asked[url] = self._starts.get(url, "")
         try:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
+            self.failed(url, now)
+            return False
+        return True
 
     def swap(self, url: str, ranks: int, version: VersionFolder, weights: str) -> None:
         """Load a version's weights into a running server. Raises httpx.HTTPError where it does not take them."""

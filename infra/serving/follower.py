@@ -31,17 +31,19 @@ from infra.serving.rollout import (
     complete,
     heed,
     held,
+    in_words,
     judge,
     next_steps,
     take_back,
     wanted_versions,
     with_control,
+    without,
 )
-from infra.serving.servers import ServerReport, expected, trouble_with
+from infra.serving.servers import BusyError, ServerReport, expected, trouble_with
 from infra.serving.swap import CannotSwapError, changed_weights
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
-from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model, first_line
 
 BY = "serving follower"
 
@@ -64,6 +66,8 @@ class Follower:
         self._print = say
         self._fleet = Fleet(config, say)
         self._opened: dict[int, VersionFolder] = {}
+        self._away = False
+        """Whether the registry did not answer in this round: then it is not asked again, which may take minutes."""
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when it was looked at last."""
         self._file = self._folder / config.draft / "state.json"
@@ -99,8 +103,10 @@ class Follower:
 
     def _hear(self) -> bool:
         """What the registry says, after it has heard what was taken back; False where nothing can be done about it."""
+        self._away = True
         try:
             check_answers(self._uri)
+            self._away = False
             for version, reason in self.state.taken_back.items():
                 self._withdraw(version, reason)
             self._keep(self.state.model_copy(update={"taken_back": {}}))
@@ -134,6 +140,8 @@ class Follower:
         """A version's folder, unchecked where the registry is away; None for one that is gone from both."""
         config = self._config
         try:
+            if self._away and version not in self._opened:
+                raise ConnectionError("the registry does not answer")
             return self._open(version)
         except BrokenVersionError as error:
             self._say("broken", f"version {version} cannot be served any more: {error}")
@@ -276,7 +284,10 @@ class Follower:
             try:
                 probe = self._fleet.clients[url].probe(report, counts.prompts, counts.conditions.max_new_tokens)
             except httpx.HTTPError as error:
-                self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})", True)
+                if isinstance(error, BusyError):  # by its users, whatever it runs
+                    self._say("busy", first_line(error))
+                else:
+                    self._failure(trial.version, f"{url} does not answer prompts with it ({first_line(error)})", True)
                 return False
             benchmarked = expected(counts, report.lookahead)
             trouble = trouble_with(probe, benchmarked, trial.before, self._config.canary.max_loss)
@@ -312,12 +323,14 @@ class Follower:
                 self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: now}}))
                 if self._fleet.stop(step.url):
                     continue
-                stopped = {url: at for url, at in self.state.stopped.items() if url != step.url}
-                self._keep(self.state.model_copy(update={"stopped": stopped}))
+                self._keep(self.state.model_copy(update={"stopped": without(self.state.stopped, step.url)}))
             started = {**self.state.started, step.url: step.version}
             swapping = tuple(url for url in self.state.swapping if url != step.url)
             self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
-            self._fleet.start(step.url, self._arguments(step.version), step.version)
+            arguments = self._arguments(step.version)
+            if not self._fleet.start(step.url, arguments, step.version, now) and step.kind == "stop":
+                # It may run on as it was.
+                self._keep(self.state.model_copy(update={"started": without(started, step.url)}))
         done = all(
             one.condition == "healthy" and one.version == version for one, version in zip(seen, wanted, strict=True)
         )
@@ -357,9 +370,10 @@ class Follower:
         """Load a version's weights into a running server; False where it is to be restarted."""
         look = next(look for look in looks if look.seen.url == step.url)
         url, before, report = step.url, look.seen.version, look.report
-        if report is None or not self._config.swap or url in self.state.swapping or before == step.version:
+        if report is None or report.workers > 1 or not self._config.swap or url in self.state.swapping:
             return False
-        if {NO_DRAFT, FOREIGN} & {before, step.version} or not self._is_as_set(url, before, report):
+        versions = {before, step.version}
+        if len(versions) < 2 or versions & {NO_DRAFT, FOREIGN} or not self._is_as_set(url, before, report):
             return False
         old, new = self._served(before), self._served(step.version)
         if old is None or new is None or old.arguments[2:] != new.arguments[2:]:
@@ -382,13 +396,3 @@ class Follower:
             if not self.state.stopped:
                 return
             time.sleep(min(1.0, self._config.poll_s))
-
-
-def in_words(version: int) -> str:
-    """For people."""
-    return {NO_DRAFT: "no draft", FOREIGN: "a draft that is not of this registry"}.get(version, f"version {version}")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says first."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

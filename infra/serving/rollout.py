@@ -10,7 +10,7 @@ run. Whatever speaks against it there takes it back, here first and then in the 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from infra.records.data_path import Record
 from infra.serving.comparison import EARLY_LEVEL, LEVEL, StepGroup, compare_apart
@@ -24,6 +24,7 @@ KEEP_PROVEN = 20
 MAX_FAILURES = 3
 """Failed starts or probes of canaries after which a version goes back; a server may die of something else, too."""
 
+Value = TypeVar("Value")
 Condition = Literal["down", "waiting", "starting", "healthy", "draining"]
 """`waiting`: down, and its next start is not due."""
 
@@ -114,6 +115,16 @@ class Verdict:
 
     outcome: Literal["wait", "held", "back"]
     reason: str = ""
+
+
+def in_words(version: int) -> str:
+    """For people."""
+    return {NO_DRAFT: "no draft", FOREIGN: "a draft that is not of this registry"}.get(version, f"version {version}")
+
+
+def without(servers: Mapping[str, Value], url: str) -> dict[str, Value]:
+    """All but one of them."""
+    return {other: value for other, value in servers.items() if other != url}
 
 
 def heed(state: RolloutState, told: int) -> RolloutState:

@@ -7,18 +7,24 @@ from typing import Any
 
 import httpx
 
-from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask_info, read_metrics, read_server_info
-from infra.network.health import is_loopback, public
+from infra.drift.scrape import SWAPPED, Counters, ServedDraft, ask, ask_info, read_metrics, read_server_info
+from infra.network.health import public
+from infra.network.http import open_client
 from infra.records.acceptance import RequestCounts
 from infra.serving.comparison import StepGroup, compare_paired
 from infra.serving.rollout import FOREIGN, NO_DRAFT, ProbeAnswer, ServerProbe
-from infra.settings import sglang_api_key
 
 HEALTH_S = 30.0
 """SGLang itself waits 20 s for a sign of its scheduler."""
 REQUEST_S = 120.0
 SAME_TOKENS = 8
 """Drafts do not change a target's greedy text. In half precision ties may, somewhere; rarely so early."""
+BUSY = (429, 503)
+"""Statuses of a full queue, and of a proxy's limit."""
+
+
+class BusyError(httpx.HTTPError):
+    """A healthy server that takes no more requests at the moment."""
 
 
 @dataclass(frozen=True)
@@ -31,21 +37,16 @@ class ServerReport:
     counters: Counters
     ranks: int = 1
     """Of tensor parallelism; each loads the weights of a swap for itself."""
+    workers: int = 1
+    """Processes that answer requests (--tokenizer-worker-num). After a swap only one of them would report it."""
 
 
 class ServerClient:
     """Asks one server. Raises httpx.HTTPError where it does not answer as it should."""
 
     def __init__(self, url: str) -> None:
-        key = sglang_api_key()
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.url = url.rstrip("/")
-        self._http = httpx.Client(
-            timeout=HEALTH_S,
-            headers=headers,
-            limits=httpx.Limits(max_keepalive_connections=0),
-            trust_env=not is_loopback(url),
-        )
+        self._http = open_client(self.url, HEALTH_S)
 
     def answers(self) -> bool:
         """Whether anything listens at the address."""
@@ -56,23 +57,27 @@ class ServerClient:
         return True
 
     def report(self) -> ServerReport:
-        """What it runs and has counted; it is healthy if this returns. Raises Refusal for one without metrics."""
-        self._http.get(f"{self.url}/health").raise_for_status()
+        """What it runs and has counted; it is healthy if this returns. Raises Refusal for one that will not tell."""
+        ask(self._http, f"{self.url}/health")
         info = ask_info(self._http, self.url)
-        page = self._http.get(f"{self.url}/metrics").raise_for_status().text
+        page = ask(self._http, f"{self.url}/metrics").text
         draft = read_server_info(info)
         reading = read_metrics(page, public(self.url), draft)
-        return ServerReport(draft, _lookahead(info), reading.counters, int(info.get("tp_size") or 1))
+        ranks, workers = (int(info.get(name) or 1) for name in ("tp_size", "tokenizer_worker_num"))
+        return ServerReport(draft, _lookahead(info), reading.counters, ranks, workers)
 
     def probe(self, report: ServerReport, prompts: Sequence[Sequence[int]], new_tokens: int) -> ServerProbe:
-        """Greedy answers to prompts, one after the other."""
+        """Greedy answers to prompts, one after the other. Raises BusyError where its users leave no room for them."""
         answers = []
         for prompt in prompts:
             body = {
                 "input_ids": list(prompt),
                 "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens},
             }
-            answer = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S).raise_for_status().json()
+            reply = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
+            if reply.status_code in BUSY:
+                raise BusyError(f"{public(self.url)} is too busy for prompts ({reply.status_code}): they wait")
+            answer = reply.raise_for_status().json()
             tokens, steps = answer["output_ids"], int(answer["meta_info"].get("spec_verify_ct") or 0)
             answers.append(ProbeAnswer(tokens=tokens, group=StepGroup(tokens=max(0, len(tokens) - 1), steps=steps)))
         return ServerProbe(lookahead=report.lookahead, answers=tuple(answers))

@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 import httpx
 
+from infra.network.http import open_client
 from infra.processes.process import ProcessFailedError
 from infra.refusal import Refusal
-from infra.settings import sglang_api_key
 
 CONNECT_S = 10.0
 REFUSAL_CHARACTERS = 500
+NO_KEY, ELSEWHERE = (401, 403), (404, 405)
+"""Statuses for which no prompt is to blame."""
 DATA, DONE = "data: ", "[DONE]"
 
 
@@ -60,29 +62,23 @@ class SGLangClient:
     """Token ids in, token ids out."""
 
     def __init__(self, server: AskedServer, request_timeout_s: float):
-        self.server, self._timeout_s, key = server, request_timeout_s, sglang_api_key()
-        # A connection for every request: one that idled may be closed by the server just as the next request leaves.
-        # No proxy of the environment stands between us and loopback.
-        self._http = httpx.Client(
-            base_url=server.address,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(request_timeout_s, connect=CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-        )
+        self.server, self._timeout_s = server, request_timeout_s
+        timeout = httpx.Timeout(request_timeout_s, connect=CONNECT_S)
+        self._http = open_client(server.address, timeout, direct=True)
 
     def generate(
         self, tokens: Sequence[int], sampling: dict[str, Any], in_steps: bool = False, **settings: Any
     ) -> Answer:
         """Continue one prompt; `in_steps`: and watch the engine's steps; `settings`: further ones of the request.
 
-        Raises ServerError, and PromptRefusedError for a prompt or settings that the server refuses.
+        Raises ServerError, also for an aborted request; PromptRefusedError for a prompt or settings that the server
+        refuses; and Refusal where it refuses us.
         """
         body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps, **settings}
         seen, last = [0], {}
         try:
             with self._http.stream("POST", "/generate", json=body) as answer:
-                if answer.is_error:
+                if not answer.is_success:
                     answer.read()
                     raise self._error(answer, len(tokens))
                 if not in_steps:
@@ -93,6 +89,9 @@ class SGLangClient:
                         seen.append(last["meta_info"]["completion_tokens"])
         except httpx.TransportError as error:
             raise ServerError(self._reason(error, len(tokens))) from error
+        end = last["meta_info"].get("finish_reason") or {}
+        if end.get("type") == "abort":
+            raise ServerError(f"{self.server.name} aborted a prompt of {len(tokens)} tokens: {end.get('message')}")
         steps = tuple(after - before for before, after in pairwise(seen) if after > before)
         return Answer(last["output_ids"], last["meta_info"], steps)
 
@@ -104,11 +103,14 @@ class SGLangClient:
             raise ServerError(f"{self.server.name} does not tell its settings ({error})") from error
         return answer.json()
 
-    def _error(self, answer: httpx.Response, tokens: int) -> PromptRefusedError | ServerError:
-        reason = f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"
-        if answer.is_client_error:
+    def _error(self, answer: httpx.Response, tokens: int) -> Refusal | ServerError:
+        server, reason = self.server, f"{answer.status_code} {answer.text[:REFUSAL_CHARACTERS]}"
+        if answer.status_code in NO_KEY:
+            return Refusal(f"{server.name} refuses: {reason}; set $DRAFTSMITH_SGLANG_API_KEY to its --api-key")
+        if answer.is_redirect or answer.status_code in ELSEWHERE:
+            return Refusal(f"{server.name} answers {reason}: give SGLang's own address, not a gateway's")
+        if answer.is_client_error and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
             return PromptRefusedError(f"SGLang refused the prompt of {tokens} tokens: {reason}")
-        server = self.server
         return ServerError(f"{server.name} failed at a prompt of {tokens} tokens: {reason}; its log is {server.log}")
 
     def _reason(self, error: httpx.TransportError, tokens: int) -> str:

@@ -62,7 +62,7 @@ def connect(uri: str) -> MlflowClient:
     except (MlflowException, DatabaseError, CommandError, ImportError) as error:
         if isinstance(error, OperationalError) and "already exists" not in str(error):
             raise  # locked or full: a fault of the machine, not of a file whose making was interrupted
-        raise Refusal(f"MLflow at {uri} cannot be used ({_first_line(error)}): {REMEDY}") from error
+        raise Refusal(f"MLflow at {uri} cannot be used ({first_line(error)}): {REMEDY}") from error
 
 
 def _check(uri: str) -> None:
@@ -86,6 +86,11 @@ def check_answers(uri: str) -> None:
         raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
 
 
+def give_up_soon() -> None:
+    """Have MLflow's client try twice, for callers that ask again anyway. By default it tries for four minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+
+
 def why_silent(uri: str, timeout_s: float) -> str | None:
     """Why a tracking server does not answer within `timeout_s` seconds, in a few words; None when it does.
 
@@ -100,13 +105,14 @@ def _ask(uri: str, timeout_s: float) -> str | None:
             get_default_host_creds(uri), "/health", "GET", timeout=timeout_s, max_retries=0, raise_on_status=False
         )
     except (MlflowException, OSError) as error:
-        return _first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
+        return first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
     assert answer is not None
     return None if answer.status_code < 500 else f"it answers {answer.status_code} {answer.reason}"
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

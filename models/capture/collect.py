@@ -6,7 +6,8 @@ Half of them are held out; the other half shows which tokens a new draft should 
 import argparse
 import json
 import math
-from contextlib import ExitStack, closing
+import time
+from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
 from threading import Event
@@ -17,7 +18,7 @@ from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.records.live import Taken
 from models.capture.live_texts import Learned, LiveFilter, private_data_finder
-from models.capture.sglang.tap import open_tap, wanted_of
+from models.capture.sglang.tap import POLL_S, Tap, open_tap, wanted_of
 from models.config.data import DataConfig
 from models.config.recipe import read_config
 from models.progress_bars import bars
@@ -33,18 +34,28 @@ def wanted_texts(data: DataConfig) -> int:
 
 
 def collect(run: RunWithTarget) -> list[Learned]:
-    """Wait until enough requests have come that may be learned from."""
+    """Wait until enough requests have come that may be learned from. A server that is restarted is waited for."""
     live, left_out = run.config.generator.live, LiveFilter(run, private_data_finder())
     assert live is not None, "data.source=live has generator.live"
+    wanted, timeout_s = wanted_of(run), run.config.generator.sglang.start_timeout_s
     count, texts, taken = wanted_texts(run.config.data), list[Learned](), Taken()
     with ExitStack() as stack, bars() as bar:
         advance = bar("collected requests", count)
-        timeout_s = run.config.generator.sglang.start_timeout_s
-        taps = [open_tap(server, wanted_of(run), Event(), timeout_s) for server in live.servers]
-        for tap in cycle([stack.enter_context(closing(tap)) for tap in taps if tap is not None]):
+        taps = [open_tap(server, wanted, Event(), timeout_s) for server in live.servers]
+        stack.callback(lambda: [tap.close() for tap in taps if tap is not None])
+        for place, server in cycle(enumerate(live.servers)):
             if len(texts) == count:
                 break
-            taken = tap.take()
+            try:
+                tap = taps[place] = taps[place] or Tap(server, wanted)
+                taken = tap.take()
+            except OSError as error:
+                if (lost := taps[place]) is not None:
+                    print(f"{server.address}: {error}; waiting for it", flush=True)
+                    lost.close()
+                taps[place] = None
+                time.sleep(POLL_S)
+                continue
             learned = None if taken.text is None else left_out.learned(taken.text)
             if learned is not None:
                 texts.append(learned)

@@ -76,8 +76,10 @@ class Attachment(Generic[Captures]):
         self._read = self._passed_over = 0
 
     def key(self, request: Any) -> str | None:
-        custom = request.sampling_params.custom_params or {}
-        return custom.get(NAME) if secrets.compare_digest(str(custom.get(PASSWORD)), self.password) else None
+        custom = _custom(request)
+        # As bytes: a user's text in other letters than ASCII's would raise, in the scheduler.
+        given = str(custom.get(PASSWORD)).encode(errors="replace")
+        return custom.get(NAME) if secrets.compare_digest(given, self.password.encode()) else None
 
     def take(self) -> Taken:
         """The oldest text that waits; None after a while without one, or without a moment for it."""
@@ -176,12 +178,18 @@ class Live(Generic[Captures]):
         return Attached(password=attachment.password, ranks=self._ranks)
 
 
+def _custom(request: Any) -> dict[str, Any]:
+    """A request's own parameters, which users choose."""
+    custom = request.sampling_params.custom_params
+    return custom if isinstance(custom, dict) else {}
+
+
 def wants(rule: LiveRule, request: Any) -> bool:
     """Whether a rule wants a request of SGLang's that has finished.
 
     Left out are requests with more than text, those of adapters, aborted ones, the server's own and those of runs.
     """
-    own = request.rid.startswith(HEALTH) or PASSWORD in (request.sampling_params.custom_params or {})
+    own = request.rid.startswith(HEALTH) or PASSWORD in _custom(request)
     aborted = request.finished_reason.to_json()["type"] == "abort"
     more = request.multimodal_inputs is not None or request.input_embeds is not None or request.lora_id is not None
     if own or aborted or more or (rule.tenants and request.routing_key not in rule.tenants):

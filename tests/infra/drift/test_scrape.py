@@ -145,7 +145,7 @@ def test_counters_and_draft_of_one_reading_are_of_one_start(server: Server):
 def test_a_protected_server_is_asked_with_its_key(server: Server, monkeypatch: pytest.MonkeyPatch):
     server.key = "secret"
     monkeypatch.delenv("DRAFTSMITH_SGLANG_API_KEY", raising=False)
-    with pytest.raises(ConnectionError, match="401"):
+    with pytest.raises(Refusal, match=r"401 Unauthorized: set \$DRAFTSMITH_SGLANG_API_KEY"):
         scrape([server.url], ANSWER_S)
     monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "secret")
     assert server.url in scrape([server.url], ANSWER_S).readings

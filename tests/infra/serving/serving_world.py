@@ -173,6 +173,12 @@ def serving_world(folder: Path, uri: str, servers: int) -> Iterator[ServingWorld
         yield world
 
 
+def with_options(world: ServingWorld, options: str) -> tuple[ServerConfig, ...]:
+    """The servers, started with further arguments."""
+    servers = world.config().servers
+    return tuple(one.model_copy(update={"command": f"{one.command} {options}"}) for one in servers)
+
+
 class Clients(threading.Thread):
     """Sends requests all the time, each to a server chosen at random; one that fails is sent once more, to another.
 

@@ -1,11 +1,12 @@
 """A program with the addresses of an SGLang server that a follower uses, which starts in a tenth of a second.
 
-    python stand_in_sglang.py --port PORT [--speculative-draft-model-path FOLDER] [...]
+    python stand_in_sglang.py --port PORT [--enable-metrics] [--speculative-draft-model-path FOLDER] [...]
 
 The draft's config.json says what it is worth: {"length": acceptance length}, and {"broken": true} for one that cannot
 be loaded, {"frozen": true} for one whose server takes no other weights. With {"in_weights": true} the length is the
 number in the tensor `length`, so that a swap changes it. The text is the target's, whatever the draft. Like SGLang it
-drains after SIGTERM: its health is 503, and it ends when no request is left.
+drains after SIGTERM: its health is 503, and it ends when no request is left. It has no counters without
+--enable-metrics, and with --api-key it tells nothing without the key. While there is a file FULL its queue is full.
 """
 
 import argparse
@@ -46,21 +47,25 @@ class StandIn(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int, draft: str | None, worth: dict[str, Any]) -> None:
-        self.draft, self.length, self.started = draft, worth["length"], str(uuid.uuid4())
+    def __init__(self, options: argparse.Namespace, worth: dict[str, Any]) -> None:
+        self.draft, self.length, self.started = options.speculative_draft_model_path, worth["length"], str(uuid.uuid4())
+        self.key, self.has_metrics, self.workers = options.api_key, options.enable_metrics, options.tokenizer_worker_num
+        self.full: Path | None = options.full
         self.frozen, self.weight_version = worth.get("frozen", False), "default"
         self.going, self.session = threading.Event(), False
         self.going.set()
         self.generated = self.requests = self.steps = self.busy = 0
         self.draining = False
         self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", port), Answers)
+        super().__init__(("127.0.0.1", options.port), Answers)
 
     def info(self) -> dict[str, Any]:
         speculation = {"speculative_num_draft_tokens": LOOKAHEAD + 1, "speculative_eagle_topk": 1}
-        return {"startup_time": self.started, "speculative_draft_model_path": self.draft} | (
-            speculation if self.draft else {}
-        )
+        started = {"startup_time": self.started, "tokenizer_worker_num": self.workers}
+        return started | {"speculative_draft_model_path": self.draft} | (speculation if self.draft else {})
+
+    def allows(self, authorization: str | None) -> bool:
+        return self.key is None or authorization == f"Bearer {self.key}"
 
     def metrics(self) -> str:
         names = {
@@ -113,6 +118,12 @@ class Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
             self.answer(503 if self.server.draining else 200, "")
+        elif self.path == "/metrics" and not self.server.has_metrics:
+            self.answer(404, "")
+        elif (
+            self.path != "/metrics" and self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}"
+        ):
+            self.answer(401, "")
         else:
             pages = {
                 "/server_info": lambda: json.dumps(self.server.info()),
@@ -125,6 +136,9 @@ class Answers(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/generate":
             self.answer(self.server.control(self.path, body), "")
+            return
+        if self.server.full and self.server.full.exists():
+            self.answer(503, "The request queue is full.")
             return
         with self.server.lock:
             self.server.busy += 1
@@ -155,6 +169,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--speculative-draft-model-path")
+    parser.add_argument("--enable-metrics", action="store_true")
+    parser.add_argument("--api-key")
+    parser.add_argument("--full", type=Path)
+    parser.add_argument("--tokenizer-worker-num", type=int, default=1)
     options, _ = parser.parse_known_args()
     worth: dict[str, Any] = {"length": 1.0}
     if options.speculative_draft_model_path:
@@ -164,7 +182,7 @@ def main() -> None:
             worth["length"] = round(read_length(draft / "model.safetensors"), 3)
     if worth.get("broken"):
         raise SystemExit("RuntimeError: the draft's tensors do not fit")
-    server = StandIn(options.port, options.speculative_draft_model_path, worth)
+    server = StandIn(options, worth)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.drain).start())
     server.serve_forever(poll_interval=0.02)
 

@@ -281,7 +281,7 @@ def test_servers_of_another_supervisor_are_restarted_by_its_command(world: Servi
     unit.write_text(
         f"if [ -f {pid} ]; then kill -9 $(cat {pid}); sleep 0.2; fi\n"
         f"DRAFT_ARGUMENTS=$(sed s/^DRAFT_ARGUMENTS=// {environment})\n"
-        f"{sys.executable} {PROGRAM} --port {port} $DRAFT_ARGUMENTS & echo $! > {pid}\n"
+        f"{sys.executable} {PROGRAM} --port {port} --enable-metrics $DRAFT_ARGUMENTS & echo $! > {pid}\n"
     )
     server = ServerConfig(url=f"http://127.0.0.1:{port}", restart=f"bash {unit}")
     follower = world.follower(servers=(server,), unhealthy_s=0.3)

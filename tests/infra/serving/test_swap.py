@@ -10,7 +10,7 @@ import pytest
 from infra.serving.config import ServerConfig
 from infra.serving.rollout import RolloutState
 from infra.tracking.registry import history
-from tests.infra.serving.serving_world import DRAFT, Clients, ServingWorld, serving_world
+from tests.infra.serving.serving_world import DRAFT, Clients, ServingWorld, serving_world, with_options
 from tests.infra.serving.test_follower import TRAFFIC
 
 
@@ -83,9 +83,14 @@ def test_a_server_whose_swap_was_interrupted_is_restarted(world: ServingWorld) -
 
 
 @pytest.mark.parametrize(
-    ("worth", "changes"), [({"frozen": True}, {}), ({}, {"swap": False})], ids=["the server refuses", "switched off"]
+    ("worth", "changes", "options"),
+    [({"frozen": True}, {}, ""), ({}, {"swap": False}, ""), ({}, {}, "--tokenizer-worker-num 2")],
+    ids=["the server refuses", "switched off", "one of several processes would report it"],
 )
-def test_otherwise_servers_are_restarted(world: ServingWorld, worth: dict[str, Any], changes: dict[str, Any]) -> None:
+def test_otherwise_servers_are_restarted(
+    world: ServingWorld, worth: dict[str, Any], changes: dict[str, Any], options: str
+) -> None:
+    changes = {"servers": with_options(world, options), **changes}
     first, second = (world.register(length, in_weights=True, **worth) for length in (2.0, 2.5))
     world.promote(first)
     world.settle(world.follower(**changes))

@@ -1,15 +1,25 @@
 """Asking a server over HTTP: what loopback does to requests, seen with a server in place of SGLang."""
 
+import json
+import ssl
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
+import httpx
 import pytest
 
+from infra.network.http import open_client
 from infra.processes.process import Owner, ProcessFailedError
-from infra.sglang.client import SGLangClient
+from infra.refusal import Refusal
+from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.server import SGLangServer
+from tests.certificates import self_signed
 
 CLOSES_IDLE_CONNECTIONS = """
 import http.server, sys
@@ -59,3 +69,79 @@ def test_a_server_that_kills_itself_after_an_exception_names_it(tmp_path: Path) 
         SGLangServer(lambda _: ["bash", "-c", script], "server", Owner("tests", tmp_path), {}, 240.0)
     assert failed.value.headline == "server ended with exit code 1"
     assert failed.value.cause == "KeyError: 7"
+
+
+@dataclass(frozen=True)
+class Operated:
+    """A server that somebody else runs."""
+
+    address: str
+    name: str = "the server"
+    log: str = "elsewhere"
+
+    def check(self) -> None: ...
+
+
+@contextmanager
+def answering(status: int, body: dict[str, Any], certificate: Path | None = None) -> Iterator[Operated]:
+    """A server with one answer to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield Operated(f"{'https' if certificate else 'http'}://localhost:{server.server_port}")
+        server.shutdown()
+
+
+ABORTED = {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "message"),
+    [
+        (400, {}, PromptRefusedError, "refused the prompt of 2 tokens"),
+        (401, {}, Refusal, "DRAFTSMITH_SGLANG_API_KEY"),
+        (404, {}, Refusal, "not a gateway's"),
+        (308, {}, Refusal, "not a gateway's"),
+        (429, {}, ServerError, "failed at a prompt"),
+        (503, {}, ServerError, "failed at a prompt"),
+        (200, ABORTED, ServerError, "Abort in waiting queue"),
+    ],
+)
+def test_only_a_prompt_that_is_refused_is_the_prompts_fault(
+    status: int, body: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with answering(status, body) as server, closing(SGLangClient(server, 60.0)) as client:
+        with pytest.raises(kind, match=message) as failed:
+            client.generate([1, 2], {})
+    assert type(failed.value) is kind
+
+
+def test_a_server_with_a_certificate_of_the_operators_own_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loopback addresses, too."""
+    certificate, both = self_signed(tmp_path)
+    with answering(200, {"version": "1"}, both) as server:
+        with open_client(server.address, 60.0) as client, pytest.raises(httpx.ConnectError):
+            client.get("/server_info")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with open_client(server.address, 60.0) as client:
+            assert client.get("/server_info").json() == {"version": "1"}
+        with closing(SGLangClient(server, 60.0)) as client:
+            assert client.settings() == {"version": "1"}

@@ -1,7 +1,6 @@
 """A client leaves nothing behind that the next run would take for the operator's wish."""
 
 import ssl
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +12,9 @@ import pytest
 
 from infra.refusal import Refusal
 from infra.settings import tracking_uri
-from infra.tracking.client import check_answers, connect
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, give_up_soon
+from infra.tracking.registry import find_version
+from tests.certificates import self_signed
 
 
 class Guarded(BaseHTTPRequestHandler):
@@ -27,9 +28,21 @@ class Guarded(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+class Broken(Guarded):
+    """A tracking server whose database is away."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        if self.path != "/health":
+            Broken.asked += 1
+        self.send_response(200 if self.path == "/health" else 500)
+        self.end_headers()
+
+
 @contextmanager
-def guarded_server(certificate: Path | None = None) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Guarded) as server:
+def guarded_server(certificate: Path | None = None, answers: type[Guarded] = Guarded) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as server:
         if certificate:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
@@ -57,19 +70,27 @@ def test_the_address_of_one_run_is_not_that_of_the_next(
 def test_a_server_behind_a_private_certificate_a_token_or_a_user_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    certificate = tmp_path / "both.pem"
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    subprocess.run([*make.split(), "-keyout", certificate, "-out", tmp_path / "c.pem"], check=True, capture_output=True)
-    with certificate.open("a") as file:
-        file.write((tmp_path / "c.pem").read_text())
+    certificate, both = self_signed(tmp_path)
     with guarded_server() as place:
         check_answers(f"http://ops:secret@{place}")
         monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
         check_answers(f"http://{place}")
-    with guarded_server(certificate) as place:
+    with guarded_server(both) as place:
         with pytest.raises(Refusal, match="does not answer"):
             check_answers(f"https://{place}")
-        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(tmp_path / "c.pem"))
+        monkeypatch.setenv("MLFLOW_TRACKING_SERVER_CERT_PATH", str(certificate))
         check_answers(f"https://{place}")
     with pytest.raises(Refusal, match="does not answer"):
         check_answers("http://127.0.0.1:9")
+
+
+@pytest.mark.timeout(60)
+def test_a_server_without_its_database_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    give_up_soon()
+    with guarded_server(answers=Broken) as place:
+        check_answers(f"http://{place}")
+        with pytest.raises(REGISTRY_ERRORS):
+            find_version(f"http://{place}", "draft", 1)
+    assert Broken.asked <= 2

@@ -78,8 +78,8 @@ class FakeRequest:
     aborted: bool = False
     customized_info: dict[str, list[Any]] | None = None
     finished_output: bool = False
-    custom: dict[str, str] = field(default_factory=dict)
-    """Further parameters."""
+    custom: Any = field(default_factory=dict)
+    """Further parameters; of users, whatever they like."""
     routing_key: str | None = None
     spec_verify_ct: int = 0
     lora_id: str | None = None
@@ -94,7 +94,7 @@ class FakeRequest:
     def sampling_params(self) -> Any:
         return SimpleNamespace(
             custom_params={"draftsmith": self.key or f"run/0/{self.rid}/1", **self.custom}
-            if self.key is not None
+            if self.key is not None and isinstance(self.custom, dict)
             else self.custom or None,
             max_new_tokens=self.max_new_tokens,
         )

@@ -180,7 +180,7 @@ def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: Liv
     assert live.attachment is not None
     key = live.attachment.capture.key
     assert key(FakeRequest("1", 5, custom={PASSWORD: tap.password})) == "run/0/1/1"
-    for custom in ({}, {PASSWORD: ""}, {PASSWORD: "guess"}):
+    for custom in ({}, {PASSWORD: ""}, {PASSWORD: "guess"}, {PASSWORD: "ü"}, {PASSWORD: "\ud800"}, [1], 3):
         assert key(FakeRequest("1", 5, custom=custom)) is None
     tap.close()
 
@@ -269,6 +269,7 @@ def test_sockets_belong_to_their_owner(tmp_path: Path) -> None:
         ({}, user_request(aborted=True), False),
         ({}, user_request("HEALTH_CHECK_1"), False),
         ({}, user_request(custom={PASSWORD: "of a run"}), False),
+        ({}, user_request(custom=3), True),
         ({}, user_request(multimodal_inputs=object()), False),
         ({}, user_request(lora_id="adapter"), False),
         ({}, user_request(input_embeds=[0.0]), False),

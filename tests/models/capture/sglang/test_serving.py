@@ -105,7 +105,9 @@ def test_what_users_ask_is_captured_with_what_they_are_answered(served: Served) 
 
 
 def test_users_cannot_have_anything_captured(served: Served) -> None:
-    for custom in ({"draftsmith": "mine"}, {"draftsmith": "mine", "draftsmith_password": ""}):
+    """Nor end the server, by what SGLang lets through."""
+    of_users = ({}, {"draftsmith_password": ""}, {"draftsmith_password": "ü"})
+    for custom in (*({"draftsmith": "mine"} | one for one in of_users), [1]):
         with closing(served.engine(share=0.0)) as engine:
             assert served.operated.ask(prompts(1)[0], sampling={"custom_params": custom})
             assert not list(engine.transport.keys())

@@ -1,0 +1,184 @@
+"""Servers as their operators run them: behind keys and proxies, started by units that forget something."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from infra.serving.config import ServerConfig
+from infra.serving.follower import Follower
+from tests.infra.serving.serving_world import PROGRAM, SETTLED_S, ServingWorld, serving_world, with_options
+
+
+@pytest.fixture
+def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
+    with serving_world(
+        path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", getattr(request, "param", 3)
+    ) as world:
+        yield world
+
+
+def rounds_until(follower: Follower, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SETTLED_S
+    while not done():
+        follower.round()
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_servers_that_refuse_the_key_are_left_alone(world: ServingWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key was changed, and the follower was not told: its users are served all the same."""
+    world.promote(world.register())
+    servers = with_options(world, "--api-key secret")
+    monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "secret")
+    world.settle(world.follower(servers=servers))
+    served = {process.pid for process in world.servers()}
+    monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "old")
+    follower = world.follower(servers=servers, unhealthy_s=0.01, start_timeout_s=0.01)
+    for _ in range(10):
+        follower.round()
+    assert {process.pid for process in world.servers()} == served
+    assert sum("401 Unauthorized: set $DRAFTSMITH_SGLANG_API_KEY" in line for line in world.said) == 2
+    monkeypatch.setenv("DRAFTSMITH_SGLANG_API_KEY", "secret")
+    world.settle(world.follower(servers=servers))
+    assert {process.pid for process in world.servers()} == served
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_command_that_forgets_the_arguments_is_not_run_again_and_again(world: ServingWorld) -> None:
+    server = world.config().servers[0]
+    forgets = server.model_copy(update={"command": f"sh -c 'exec {server.command} --enable-metrics'"})
+    world.promote(version := world.register())
+    follower = world.follower(servers=(forgets,))
+    rounds_until(follower, lambda: any("runs no draft, although" in line for line in world.said))
+    for _ in range(10):
+        follower.round()
+    assert world.running() == [0]
+    assert sum("starts with" in line for line in world.said) == 1
+    assert sum("although it was started with version 1" in line for line in world.said) == 1
+    world.settle(world.follower())
+    assert world.running() == [version]
+    assert world.champion() == version
+
+
+@pytest.fixture
+def supervised(world: ServingWorld) -> Iterator[Callable[[str], ServerConfig]]:
+    """A server of another supervisor, whose unit is a shell script: `supervised(SCRIPT)`.
+
+    In the script `$OLD` is the process that runs, `new` starts another one, and its arguments are `$DRAFT_ARGUMENTS`.
+    """
+    (port,), unit, pid = world.ports, world.folder / "restart.sh", world.folder / "pid"
+    environment = world.folder / "served" / "servers" / f"127.0.0.1-{port}.env"
+
+    def write(script: str) -> ServerConfig:
+        unit.write_text(
+            f"echo run >> {world.folder}/runs\nOLD=$(cat {pid} 2>/dev/null)\n"
+            f"DRAFT_ARGUMENTS=$(sed s/^DRAFT_ARGUMENTS=// {environment})\n"
+            f"new() {{ {sys.executable} {PROGRAM} --port {port} --enable-metrics $* & echo $! > {pid}; }}\n"
+            f"old() {{ kill -9 $OLD; while kill -0 $OLD; do sleep 0.05; done; }}\n{script}\n"
+        )
+        return ServerConfig(url=f"http://127.0.0.1:{port}", restart=f"bash {unit}")
+
+    yield write
+    with suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def runs_of(world: ServingWorld) -> int:
+    """How often the supervisor was asked."""
+    return len((world.folder / "runs").read_text().splitlines())
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_unit_that_forgets_the_arguments_is_not_restarted_again_and_again(
+    world: ServingWorld, supervised: Callable[[str], ServerConfig]
+) -> None:
+    server = supervised("[ -z $OLD ] || old; new")
+    world.promote(version := world.register())
+    follower = world.follower(servers=(server,), unhealthy_s=0.1)
+    rounds_until(follower, lambda: any("runs no draft, although" in line for line in world.said))
+    for _ in range(10):
+        follower.round()
+    assert (world.running(), runs_of(world)) == ([0], 1)
+    supervised("old; new $DRAFT_ARGUMENTS")
+    (environment,) = (world.folder / "served" / "servers").iterdir()
+    os.utime(environment, (0, 0))  # its operator took some time
+    world.settle(world.follower(servers=(server,)))
+    assert (world.running(), runs_of(world)) == ([version], 2)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_supervisor_that_takes_its_time_is_asked_once(
+    world: ServingWorld, supervised: Callable[[str], ServerConfig]
+) -> None:
+    """What ran before answers for a while after the command has ended."""
+    world.promote(world.register(2.0))
+    server = supervised("new $DRAFT_ARGUMENTS")
+    world.settle(world.follower(servers=(server,), unhealthy_s=0.1))
+    world.promote(version := world.register(2.5))
+    go = world.folder / "go"
+    supervised(f"(while ! [ -f {go} ]; do sleep 0.05; done; old; new $DRAFT_ARGUMENTS) > /dev/null 2>&1 &")
+    follower = world.follower(servers=(server,))
+    rounds_until(follower, lambda: runs_of(world) == 2)
+    for _ in range(10):
+        follower.round()
+    go.touch()
+    world.settle(follower)
+    assert (world.running(), runs_of(world)) == ([version], 2)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_restart_that_fails_is_tried_again_later(
+    world: ServingWorld, supervised: Callable[[str], ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.serving.fleet.BACKOFF_S", 300.0)
+    server = supervised("new $DRAFT_ARGUMENTS")
+    world.promote(before := world.register(2.0))
+    world.settle(world.follower(servers=(server,), unhealthy_s=0.1))
+    world.promote(version := world.register(2.5))
+    supervised("exit 1")
+    follower = world.follower(servers=(server,))
+    rounds_until(follower, lambda: runs_of(world) == 2)
+    for _ in range(10):
+        follower.round()
+    assert (world.running(), runs_of(world)) == ([before], 2)
+    supervised("old; new $DRAFT_ARGUMENTS")
+    world.settle(world.follower(servers=(server,)))  # which knows of no failure
+    assert (world.running(), runs_of(world)) == ([version], 3)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.timeout(120)
+def test_a_follower_that_is_started_without_mlflow_starts_dead_servers(world: ServingWorld) -> None:
+    """MLflow's own client would try for four minutes to find a version, and again."""
+    world.promote(version := world.register())
+    world.settle(world.follower())
+    for process in world.servers():
+        process.kill()
+        process.wait(10)
+    world.uri = "http://127.0.0.1:9"
+    follower = world.follower()
+    rounds_until(follower, lambda: world.running() == [version])
+    assert any("served unchecked: the registry does not answer" in line for line in world.said)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_canary_that_is_too_busy_for_prompts_is_not_the_version_s_fault(world: ServingWorld) -> None:
+    full = world.folder / "full"
+    follower = world.follower(servers=with_options(world, f"--full {full}"))
+    world.promote(world.register(2.0))
+    world.settle(follower)
+    world.promote(version := world.register(2.5))
+    full.touch()
+    rounds_until(follower, lambda: any("is too busy for prompts (503)" in line for line in world.said))
+    for _ in range(5):
+        follower.round()
+    full.unlink()
+    world.settle(follower)
+    assert world.running() == [version] * 2
+    assert world.champion() == version
