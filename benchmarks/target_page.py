@@ -66,9 +66,10 @@ def page(result: dict[str, Any], published: dict[str, Any]) -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            f"Measured on {conditions['date']}, {conditions['hardware']}, in float32 unless a column says otherwise: "
-            f"PyTorch {conditions['torch']}, transformers {conditions['transformers']}, SGLang {conditions['sglang']} "
-            "on a CPU with the tests' kernels for speculation and for gpt-oss's attention sinks.",
+            f"Last measured on {conditions['date']}, {conditions['hardware']}, in float32 unless a column says "
+            f"otherwise: PyTorch {conditions['torch']}, transformers {conditions['transformers']}, SGLang "
+            f"{conditions['sglang']} on a CPU with the tests' kernels for speculation and for gpt-oss's attention "
+            "sinks.",
             "",
             f"| target | {' | '.join(COLUMNS)} |",
             f"|---{'|---' * len(COLUMNS)}|",
