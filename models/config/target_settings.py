@@ -24,8 +24,8 @@ HUB_S = 2.0
 WIDTH_MULTIPLE = 128
 """Where the target names no feed-forward size, the chosen one is a multiple of this."""
 HEAD_DIM, HEADS_MULTIPLE, KV_HEADS = 128, 16, 8
-"""Where the target's heads do not suit a draft, it has heads of this size, as many as its tensor-parallel server may
-divide, and so many of keys and values."""
+"""Where the target's heads do not suit a draft: the size of its heads, what their number is a multiple of, so that
+tensor parallelism can divide them, and the number of key-value heads."""
 LARGEST_HEAD = 256
 """Largest head of common attention kernels."""
 CHAT_PROMPT_TOKENS = 512
