@@ -18,6 +18,7 @@ from flows.status_command import find_run, status
 from infra.processes.exit import run_main
 from infra.redaction import redacted
 from infra.refusal import Refusal
+from infra.settings import reach_loopback_directly
 
 if TYPE_CHECKING:
     from models.config.recipe import RunConfig
@@ -109,6 +110,7 @@ def main() -> None:
     """Run the command line: a Refusal becomes one message and exit status 2."""
     from infra.processes.process import ProcessFailedError
 
+    reach_loopback_directly()
     try:
         run_main(app)
     except ProcessFailedError as error:

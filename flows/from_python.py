@@ -60,10 +60,11 @@ def _ready_for_flows() -> Iterator[None]:
     """
     from infra.processes.garbage import importing
     from infra.servers.local import prefect_api
-    from infra.settings import use_heartbeats
+    from infra.settings import reach_loopback_directly, use_heartbeats
 
     _refuse_clashes()
     use_heartbeats()
+    reach_loopback_directly()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
     with importing(), prefect_api():

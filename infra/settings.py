@@ -72,7 +72,7 @@ def shared_memory_folder() -> Path:
 DATA_PLANE = (
     *("DRAFTSMITH_", "PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "SGLANG_", "MC_"),
     *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "PG"),
-    *("SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy"),
+    *("SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy", "ALL_PROXY"),
 )
 """Prefixes of variables that the data plane and its libraries read."""
 
@@ -311,14 +311,23 @@ def allows_mlflow_file_store() -> bool:
     return os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in TRUE
 
 
-def proxy_for(host: str) -> str | None:
-    """The HTTP proxy for `host` ($http_proxy or $all_proxy, except $no_proxy); None: direct."""
-    from urllib.request import getproxies, proxy_bypass
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+NO_PROXY = (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy"))
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
-    proxies = getproxies()
-    if proxy_bypass(host):
-        return None
-    return proxies.get("http") or proxies.get("all")
+
+def reach_loopback_directly() -> None:
+    """Have clients in this process and its children use the environment's proxies for other machines only.
+
+    No proxy reaches this machine's loopback, where Prefect's and MLflow's servers of a run are.
+    """
+    if not any(name in os.environ or name.upper() in os.environ for name in PROXIES):
+        return
+    # Libraries differ in which spelling they prefer.
+    before = {name: os.environ.get(name, os.environ.get(other, "")) for name, other in NO_PROXY}
+    for name, value in before.items():
+        hosts = [host for host in map(str.strip, value.split(",")) if host]
+        os.environ[name] = ",".join(hosts if "*" in hosts else dict.fromkeys((*hosts, *LOOPBACK_HOSTS)))
 
 
 def hub_offline() -> bool:

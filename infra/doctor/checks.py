@@ -78,7 +78,6 @@ def checks() -> tuple[Check, ...]:
         ("MLflow", lambda: network.mlflow(settings.tracking_uri()),
          "unset MLFLOW_TRACKING_URI (runs are then kept in a SQLite file), or set it to sqlite:////absolute/path.db or "
          "to the address of a server that runs"),
-        ("proxies", network.proxies, "export no_proxy=127.0.0.1,localhost (added to what it holds), or Prefect hangs"),
         ("Hugging Face Hub", network.hub, "unset HF_HUB_OFFLINE to download a target; the quickstart needs none"),
     ))  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Probes of servers, proxies and the Hugging Face Hub."""
+"""Probes of servers and the Hugging Face Hub."""
 
 from urllib.parse import urlsplit
 
@@ -8,7 +8,6 @@ from infra.network.health import public, trouble
 
 ANSWER_S = 0.8
 """Two silent servers leave the whole command under three seconds."""
-LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def prefect(url: str | None) -> Finding:
@@ -45,15 +44,6 @@ def _tracking_server(url: str) -> Finding:
     from infra.tracking.client import why_silent
 
     return finding if why_silent(url, ANSWER_S) else judge(f"{public(url)} answers")
-
-
-def proxies() -> Finding:
-    """Whether a proxy takes what servers on this machine should get."""
-    swallowed = [host for host in LOOPBACK if settings.proxy_for(host)]
-    if not swallowed:
-        return judge("none for servers on this machine")
-    proxy = public(settings.proxy_for(swallowed[0]) or "")
-    return judge(f"HTTP to {' and '.join(swallowed)} goes to {proxy}", problem=True)
 
 
 def hub() -> Finding:

@@ -35,7 +35,9 @@ class ProcessFailedError(Exception):
         self.exit_code = exit_code
         self.tail = tail
         self.log = log
-        ending = f"was killed by signal {exit_code - 128}" if exit_code > 128 else f"ended with exit code {exit_code}"
+        # Go's programs end with 255 after a fault of their own.
+        killed = 128 < exit_code <= 128 + signal.SIGRTMAX
+        ending = f"was killed by signal {exit_code - 128}" if killed else f"ended with exit code {exit_code}"
         self.headline = f"{role} {ending}"
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
         super().__init__(f"{self.headline}. The end of {log}:\n{quoted}")

@@ -58,7 +58,12 @@ class PostgresServer:
         making = ["-D", str(self.folder / "data"), "-U", USER, "--auth=scram-sha-256", f"--pwfile={password}"]
         command = [*_unprivileged(), str(self._programs / "initdb"), *making, "--encoding=UTF8", "--locale=C"]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-        assert ended.returncode == 0, ended.stderr
+        if ended.returncode:
+            why = " ".join(line.removeprefix("initdb: ") for line in ended.stderr.splitlines())
+            raise Refusal(
+                f"PostgreSQL's initdb cannot make {self.folder / 'data'} ({why}): run this as a user whom /etc/passwd "
+                "names, with a runs folder of its own, or use a server of yours (docs/operate.md, Your own servers)"
+            )
         # With the password, from the network that it listens in.
         (self.folder / "data" / "pg_hba.conf").write_text("host all all samenet scram-sha-256\n")
 

@@ -7,6 +7,7 @@ import json
 import secrets
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from infra.files.atomic import write_atomically
@@ -77,12 +78,17 @@ class S3Server:
             "-s3.port.lance=0",
             "-master.telemetry=false",
             f"-master.volumeSizeLimitMB={VOLUME_MIB}",
-            f"-filer.localSocket={self.folder / 'filer.sock'}",
+            # Abstract sockets: the stack's folder may be too long for a socket's path, and nothing stays in /tmp.
+            *(f"-{part}.localSocket=@draftsmith-{part}-{self.access.ports[part]}" for part in ("filer", "s3")),
         ]
 
     def stop(self) -> None:
         """Stop it. Idempotent."""
         self.process.stop()
+        # SeaweedFS makes these sockets, wherever else its data are, and leaves them when it is killed.
+        for name, port in self.access.ports.items():
+            with suppress(PermissionError):  # another user's
+                Path(f"/tmp/seaweedfs-{name}-{port}.sock").unlink(missing_ok=True)
 
 
 def _access(folder: Path) -> S3Access:

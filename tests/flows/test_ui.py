@@ -36,10 +36,14 @@ earlier()
 """
 
 
+DEAD_PROXIES = dict.fromkeys(("http_proxy", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9")
+"""Who uses them for servers on loopback hangs."""
+
+
 def environment(home: Path) -> dict[str, str]:
     """No servers of whoever runs the tests, and folders of these tests' own."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    own = {"PREFECT_HOME": str(home / "prefect"), "DRAFTSMITH_RUNS": str(home / "runs"), "NO_PROXY": "127.0.0.1"}
+    own = {"PREFECT_HOME": str(home / "prefect"), "DRAFTSMITH_RUNS": str(home / "runs"), **DEAD_PROXIES}
     quiet = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300"}
     return {**bare, **own, **quiet}
 

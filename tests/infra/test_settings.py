@@ -1,8 +1,14 @@
-"""Folders that are named by variables, or lie in a home folder."""
+"""Folders that are named by variables, or lie in a home folder; proxies."""
 
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
+import requests
 
 from infra import settings
 from infra.refusal import Refusal
@@ -44,3 +50,52 @@ def test_a_prefect_server_that_a_file_names_is_used(
     assert settings.prefect_api_url() == "https://prefect.corp/api"
     monkeypatch.setenv("PREFECT_API_URL", "https://other/api")
     assert settings.prefect_api_url() == "https://other/api"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a server on loopback that answers everything."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("variables", "kept"),
+    [
+        ({}, None),
+        ({"HTTP_PROXY": "http://127.0.0.1:9"}, ""),
+        ({"http_proxy": "http://127.0.0.1:9", "NO_PROXY": "intranet, 10.0.0.0/8"}, "intranet,10.0.0.0/8,"),
+        ({"ALL_PROXY": "http://127.0.0.1:9", "no_proxy": "localhost"}, "localhost,"),
+        ({"all_proxy": "http://127.0.0.1:9", "no_proxy": "*"}, "*"),
+    ],
+)
+def test_no_proxy_stands_before_servers_on_loopback(
+    variables: dict[str, str], kept: str | None, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        for spelling in (name, name.upper()):
+            monkeypatch.setenv(spelling, "")  # so that it is put back
+            monkeypatch.delenv(spelling)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings.reach_loopback_directly()
+    for host in ("127.0.0.1", "localhost"):
+        url = f"http://{host}:{port}"
+        assert httpx.get(url).status_code == 204
+        assert requests.get(url, timeout=60).status_code == 204
+        assert urllib.request.urlopen(url, timeout=60).status == 204
+    seen = settings.data_plane_environment()
+    assert seen.get("no_proxy") == seen.get("NO_PROXY")
+    assert seen.get("no_proxy", "").startswith(kept or "")
+    assert ("no_proxy" in seen) == (kept is not None)

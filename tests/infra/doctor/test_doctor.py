@@ -435,27 +435,6 @@ def test_the_server_of_a_prefect_profile_counts(bare_environment: Path, monkeypa
     assert settings.prefect_api_url() == "http://other/api"
 
 
-@pytest.mark.parametrize(
-    ("environment", "swallowed"),
-    [
-        ({}, ""),
-        ({"https_proxy": "http://proxy:3128"}, ""),
-        ({"http_proxy": "http://me:secret@proxy:3128"}, "127.0.0.1 and localhost"),
-        ({"all_proxy": "http://proxy:3128"}, "127.0.0.1 and localhost"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost"}, "127.0.0.1"),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"}, ""),
-        ({"http_proxy": "http://proxy:3128", "no_proxy": "*"}, ""),
-    ],
-)
-def test_proxies(environment: dict[str, str], swallowed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    finding = network.proxies()
-    assert finding.verdict == ("problem" if swallowed else "ok")
-    assert f"HTTP to {swallowed} goes to http://proxy:3128" in finding.found or not swallowed
-    assert "secret" not in finding.found
-
-
 def test_a_proxy_is_used_unless_the_way_is_direct(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert trouble(f"{server}/health", 5.0) is not None

@@ -88,6 +88,11 @@ def test_a_death_by_signal_is_said(tmp_path: Path) -> None:
         run_shell(tmp_path, "kill -9 $$").wait(WAIT_S)
 
 
+def test_an_exit_code_above_all_signals_is_no_signal(tmp_path: Path) -> None:
+    with pytest.raises(ProcessFailedError, match="ended with exit code 255"):
+        run_shell(tmp_path, "exit 255").wait(WAIT_S)
+
+
 def test_waiting_has_an_end(tmp_path: Path) -> None:
     process = run_shell(tmp_path, "sleep 600")
     with pytest.raises(TimeoutError, match="did not end"):
