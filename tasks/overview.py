@@ -25,6 +25,7 @@ from infra.tracking.registry import (
     GOODPUT,
     GPU_BUSY,
     GPU_HOURS,
+    TRAFFIC,
     PromotionDecision,
     history,
     list_drafts,
@@ -184,9 +185,8 @@ def _about(seconds: float) -> str:
 
 
 def _as_benchmarked(series: Series, champion: RegisteredDraft) -> bool:
-    """The benchmark's main figure is of greedy text."""
-    served = series.served
-    return served.traffic == "greedy" and str(served.lookahead) == champion.tags.get("lookahead")
+    served, tags = series.served, champion.tags
+    return (served.traffic, str(served.lookahead)) == (tags.get(TRAFFIC), tags.get("lookahead"))
 
 
 def _drift(own: Sequence[Series]) -> str:
