@@ -32,7 +32,8 @@ CAPTIONS = {
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "timeline": "Who waited for whom: share of the time that the trainer waited for data, and that generators could "
     "have given more than the trainer took.",
-    "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
+    "training": "Loss and acceptance rate at each position during training, over the tokens trained on; of a long run "
+    "each point is the mean of neighbouring steps.",
 }
 GAP = "&emsp;"
 """MLflow shows a table without any space between its cells."""
