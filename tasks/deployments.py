@@ -66,13 +66,13 @@ class DeploymentRecord(Block):
     )
 
     options: dict[str, Any] | None = Field(
-        None, title="Options", description="What was asked for beside the recipe; empty for those of up."
+        default=None, title="Options", description="What was asked for beside the recipe; empty for those of up."
     )
-    by: str | None = Field(None, title="Machine", description="Where the last command ran.")
-    since: datetime = Field(EPOCH, title="Began", description="When the last command began.")
-    last: dict[str, Any] | None = Field(None, title="Deployed", description="What was deployed last.")
+    by: str | None = Field(default=None, title="Machine", description="Where the last command ran.")
+    since: datetime = Field(default=EPOCH, title="Began", description="When the last command began.")
+    last: dict[str, Any] | None = Field(default=None, title="Deployed", description="What was deployed last.")
     interrupted: dict[str, Any] | None = Field(
-        None, title="Before", description="What there was before a command that has not ended."
+        default=None, title="Before", description="What there was before a command that has not ended."
     )
 
     @classmethod

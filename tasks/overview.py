@@ -87,7 +87,7 @@ class DraftRow:
         if not self.gpu_hours:
             return "no GPU"
         busy = "" if self.gpu_busy is None else f", {self.gpu_busy:.0%} busy"
-        return f"{self.gpu_hours:.1f} GPU-hours{busy}" + (f", ${self.cost:,.2f}" if self.cost else "")
+        return f"{self.gpu_hours:,.1f} GPU-hours{busy}" + (f", ${self.cost:,.2f}" if self.cost else "")
 
     @property
     def recent_length(self) -> float | None:

@@ -150,3 +150,7 @@ def test_the_page_escapes_what_it_shows() -> None:
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "No draft is registered" in page_of([])
+
+
+def test_hours_and_dollars_have_thousands() -> None:
+    assert row(versions=[version(1, gpu_hours="1234.5", cost="12345.67")]).used == "1,234.5 GPU-hours, $12,345.67"
