@@ -163,8 +163,8 @@ def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pyt
         assert f"draft-tiny version {number} is champion" in drafts("promote", str(number))
     rows = [line.split("│")[1:-1] for line in drafts("list").splitlines() if "draft-tiny" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["draft-tiny", "2", "champion", "3.25", "true", "tiny-2"],
-        ["draft-tiny", "1", "", "3.25", "true", "tiny-1"],
+        ["draft-tiny", "2", "champion", "3.25", "yes", "tiny-2"],
+        ["draft-tiny", "1", "", "3.25", "yes", "tiny-1"],
     ]
     with pytest.raises(ValueError, match="has no version 9"):
         drafts("promote", "9")
