@@ -82,7 +82,7 @@ RECIPES = [
         "by GPUDirect (transport.receive=device) samples arrive whole",
         "set transport.receive=host",
     ),
-    ("ranks without GPUs", None, ["pools.training_gpus=3"], "a rank needs one GPU", "make them equal"),
+    ("ranks without GPUs", None, ["pools.training_gpus=3", "training.ranks=2"], "a rank needs one GPU", "make them equal"),
     ("shared memory of two machines", None, ["pools.kind=ray"], "shared memory is of one", "transport.kind=mooncake"),
     ("nowhere to keep", None, ["transport.kind=stored"], "say where by transport.folder", ""),
     ("password", None, ["ledger.url=postgresql://me:secret@db/x"], "me:***@db/x holds a password", "$PGPASSWORD"),
