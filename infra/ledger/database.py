@@ -15,6 +15,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from infra.files.locks import hold
 from infra.files.sqlite_file import PRIMARY, is_other_file
 from infra.ledger.schema import metadata
+from infra.ledger.server_rights import refuse_unusable_database
 from infra.refusal import Refusal
 from infra.waiting import wait_while
 
@@ -31,6 +32,8 @@ POSTGRESQL = {
     "tcp_user_timeout": 30_000,
     # A transaction pooler gives each transaction another session, which does not know the statements of the last one.
     "prepare_threshold": None,
+    # Of a database without an encoding the driver would give bytes.
+    "client_encoding": "utf8",
 }
 """libpq's and the driver's settings: a server that vanished is given up within half a minute."""
 
@@ -103,6 +106,7 @@ def check_server(url: str) -> None:
         return
     try:
         with sa.create_engine(address, connect_args=POSTGRESQL, poolclass=sa.NullPool).connect() as connection:
+            refuse_unusable_database(connection)
             _refuse_other_version(connection)
     except Refusal:
         raise
