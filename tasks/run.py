@@ -100,7 +100,8 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
 def _note_failure(folder: RunFolder, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
     """Keep an error for `draftsmith status`; an interruption is none."""
     if kind is not None and issubclass(kind, Exception):
-        write_atomically(folder.failure, f"{redacted(str(error).strip() or kind.__name__)}\n")
+        with suppress(OSError):  # a disk that is full is the error itself, which must not be hidden by this one
+            write_atomically(folder.failure, f"{redacted(str(error).strip() or kind.__name__)}\n")
 
 
 def _label_flow_run() -> None:

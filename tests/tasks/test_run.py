@@ -125,6 +125,13 @@ def test_a_run_that_failed_keeps_the_reason_until_it_is_opened_again(config: Run
     assert not opened.folder.failure.exists()
 
 
+def test_an_error_is_not_hidden_where_nothing_can_be_written(config: RunConfig) -> None:
+    with pytest.raises(Refusal, match="the error itself"), open_run(config, "full") as opened:
+        opened.folder.failure.mkdir()
+        (opened.folder.failure / "full").touch()
+        raise Refusal("the error itself")
+
+
 def test_a_run_keeps_its_configuration(config: RunConfig) -> None:
     with open_run(config, "same"):
         pass
