@@ -15,7 +15,7 @@ from prefect.logging import disable_run_logger
 from infra.refusal import Refusal
 from infra.transport.choice import run_memory_folder
 from models.config.recipe import RunConfig, load_recipe
-from tasks.run import open_run
+from tasks.run import OpenRun, open_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,10 +126,12 @@ def test_a_run_that_failed_keeps_the_reason_until_it_is_opened_again(config: Run
 
 
 def test_an_error_is_not_hidden_where_nothing_can_be_written(config: RunConfig) -> None:
-    with pytest.raises(Refusal, match="the error itself"), open_run(config, "full") as opened:
+    def fail(opened: OpenRun) -> None:
         opened.folder.failure.mkdir()
-        (opened.folder.failure / "full").touch()
         raise Refusal("the error itself")
+
+    with pytest.raises(Refusal, match="the error itself"), open_run(config, "full") as opened:
+        fail(opened)
 
 
 def test_a_run_keeps_its_configuration(config: RunConfig) -> None:
