@@ -84,6 +84,7 @@ def use_one_tokenizer_thread() -> None:
 
 def data_plane_environment() -> dict[str, str]:
     """The variables that a data-plane command gets on another machine."""
+    reach_loopback_directly()
     return {name: value for name, value in os.environ.items() if name.startswith(DATA_PLANE)}
 
 

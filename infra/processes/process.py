@@ -17,7 +17,7 @@ from infra.files.folders import make_folder
 from infra.processes import supervisor
 from infra.processes.exit import REFUSED
 from infra.refusal import Refusal
-from infra.settings import tools_environment
+from infra.settings import reach_loopback_directly, tools_environment
 
 TAIL_LINES = 20
 EXCEPTION = re.compile(r"(\[rank\d+\]: )?(\w+\.)*\w*Error: .")
@@ -202,6 +202,7 @@ def start(
 ) -> Process:
     """Start `command` under a supervisor with its output appended to `<logs>/<role>.log`."""
     make_folder(owner.logs)
+    reach_loopback_directly()
     log = owner.logs / f"{role}.log"
     owned = [f"--owns={folder}" for folder in owner.folders]
     with log.open("ab") as output:

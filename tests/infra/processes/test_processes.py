@@ -60,6 +60,16 @@ def run_shell(folder: Path, script: str, grace_s: float = 1.0) -> Process:
     return start("shell", ["sh", "-c", script], Owner("test", folder / "logs"), grace_s=grace_s)
 
 
+def test_a_child_reaches_loopback_without_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started us: a Prefect worker of the operator's does not come by our commands."""
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "intranet")
+    lines: list[str] = []
+    run_shell(tmp_path, 'echo "$no_proxy $NO_PROXY"').wait(WAIT_S, on_line=lines.append)
+    assert lines == ["intranet,127.0.0.1,localhost,::1 intranet,127.0.0.1,localhost,::1"]
+
+
 def test_a_good_end_forwards_every_line(tmp_path: Path) -> None:
     lines: list[str] = []
     run_shell(tmp_path, "echo one; echo two >&2; printf '10%%\\r90%%\\rthree\\r\\n'").wait(WAIT_S, on_line=lines.append)
