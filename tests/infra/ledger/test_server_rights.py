@@ -99,5 +99,5 @@ def test_a_database_without_an_encoding_holds_a_ledger(admin: Callable[..., Admi
 
 
 def test_a_database_whose_encoding_lacks_characters_is_refused(admin: Callable[..., Admin]) -> None:
-    with pytest.raises(Refusal, match="has the encoding LATIN1: .*ENCODING 'UTF8'"):
+    with pytest.raises(Refusal, match=r"has the encoding LATIN1: .*ENCODING 'UTF8'"):
         check_server(admin("LATIN1").url)
