@@ -45,12 +45,15 @@ quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))
 
 # Our own code is compiled once too: the tests start hundreds of processes.
-PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+PYTEST = $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n $(AT_ONCE) --no-loadscope-reorder
+AT_ONCE := 2
+# Whole runs wait a quarter of their time: for servers, workers and each other.
+test-slow test-long: AT_ONCE := 3
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m "not slow and not long and not registry"
+	$(PYTEST) -m "not slow and not long and not registry" --durations=40
 
-# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores.
+# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour on two cores.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
 	$(PYTEST) -m "slow and not long" --verbose --durations=30
 

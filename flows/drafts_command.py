@@ -12,6 +12,7 @@ import typer
 from flows.init_command import write_output
 from infra.network.health import public
 from infra.network.ports import HOST
+from infra.quantities import plural
 from infra.refusal import Refusal
 from infra.settings import prefect_api_url, tracking_uri
 from infra.user import user_name
@@ -30,6 +31,7 @@ def check_registry() -> None:
     check_answers(tracking_uri())
 
 
+YES_NO = {"true": "yes", "false": "no"}
 Reason = Annotated[str, typer.Option("--reason", help="Shown by `drafts history`.")]
 Name = Annotated[str | None, typer.Option("--name", help="Registered model. Default: the only one.")]
 
@@ -53,10 +55,10 @@ def list_versions(name: Name = None) -> None:
     for draft in list_drafts(tracking_uri(), name):
         tags = draft.tags
         length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
-        shown = (length, tags.get("beats_prompt_lookup", ""), tags.get("run", ""))
+        shown = (length, YES_NO.get(tags.get("beats_prompt_lookup", ""), ""), tags.get("run", ""))
         table.add_row(draft.name, str(draft.version), ", ".join(draft.aliases), *shown)
     if table.row_count:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print(f"no drafts in {public(tracking_uri())} yet: `draftsmith retrain recipes/quickstart.yaml`")
 
@@ -71,7 +73,7 @@ def overview(
     rows = read_drafts()
     if page is not None:
         write_output("--page", page, page_of(rows))
-        print(f"{len(rows)} drafts in {page}")
+        print(f"{plural(len(rows), 'draft')} in {page}")
         return
     if not rows:
         print(f"no drafts in {public(tracking_uri())} yet: `draftsmith retrain recipes/quickstart.yaml`")
@@ -88,7 +90,7 @@ def overview(
         benchmarked += f"{row.goodput}\n" if row.goodput else ""
         runs = f"last: {row.last_run}\nnext: {row.next_run}\nused: {row.used}"
         table.add_row(row.draft, row.serves, f"{benchmarked}{row.recently}\n{row.sparkline}".strip(), row.drift, runs)
-    Console().print(table)
+    Console(markup=False).print(table)
     for row in rows:
         for what in row.wanted:
             print(f"{row.draft}: {what}")
@@ -141,16 +143,16 @@ def show_history(name: Name = None) -> None:
     from infra.tracking.registry import history
 
     table = Table()
-    for column in ("when", "version", "decision", "champion before", "by", "why"):
+    for column in ("when (UTC)", "version", "decision", "champion before", "by", "why"):
         table.add_column(column, overflow="fold")
     draft = _registered(name)
     _reconcile(draft)
     for decision in history(tracking_uri(), draft):
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(decision.at))
+        when = time.strftime("%Y-%m-%d %H:%M", time.gmtime(decision.at))
         before = "" if decision.champion_before is None else str(decision.champion_before)
         table.add_row(when, str(decision.version), decision.outcome, before, decision.by, decision.reason)
     if table.row_count:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print(f"nothing was decided in {public(tracking_uri())} yet")
 

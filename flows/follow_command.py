@@ -56,22 +56,19 @@ def serve_follow(
 
 
 def _read(settings: Path) -> "FollowConfig":
-    import yaml
     from pydantic import ValidationError
 
+    from infra.files.yaml_file import read_yaml
     from infra.serving.config import FollowConfig
 
+    tree = read_yaml(settings, "follower's configuration", "with draft, folder and servers")
     try:
-        config = FollowConfig.model_validate(yaml.safe_load(settings.read_text()))
+        config = FollowConfig.model_validate(tree)
     except ValidationError as error:
         problems = [
             (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")) for one in error.errors()
         ]
         lines = "".join(f"\n  {f'{place}: ' if place else ''}{message}" for place, message in problems)
         raise Refusal(f"{settings} is not valid; correct these settings:{lines}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Refusal(
-            f"{settings} cannot be read ({error}): give a YAML file with draft, folder and servers"
-        ) from error
     # The paths that servers report are compared with this one.
     return config.model_copy(update={"folder": str(Path(config.folder).expanduser().absolute())})

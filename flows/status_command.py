@@ -14,6 +14,7 @@ import typer
 from infra.files.lines import last_object
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder, newest_runs
+from infra.quantities import duration, plural
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import runs_folder, tracking_uri
@@ -49,7 +50,7 @@ def status(
 
     folder = RunFolder(find_run(run))
     config = read_config(folder.config)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not watch:
         console.print(_page(folder, config))
         return
@@ -105,7 +106,11 @@ def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
     owned = is_owned(folder)
     stage = stage_of(folder)
     yield "run", folder.name
-    yield "state", _state(folder, config, stage, owned)
+    yield "state", _state(folder, stage, owned)
+    if stage == "finished":
+        yield from _verdict(folder, config)
+    elif not owned and folder.failure.is_file():
+        yield "error", folder.failure.read_text().strip()
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             yield from _samples(ledger, folder, config)
@@ -142,12 +147,13 @@ def stage_of(folder: RunFolder) -> str:
     return next((stage for file, stage in stages if not file.is_file()), "finished")
 
 
-def _state(folder: RunFolder, config: "RunConfig", stage: str, owned: bool) -> str:
-    if stage == "finished":
-        return "finished" + _verdict(folder, config)
-    if owned:
+def _state(folder: RunFolder, stage: str, owned: bool) -> str:
+    if stage == "finished" or owned:
         return stage
-    return f"interrupted while {stage}; resume it with: draftsmith retrain --resume {_as_argument(folder)}"
+    again = f"draftsmith retrain --resume {_as_argument(folder)}"
+    if folder.failure.is_file():
+        return f"failed while {stage}; once the cause is gone, resume it with: {again}"
+    return f"interrupted while {stage}; resume it with: {again}"
 
 
 def _as_argument(folder: RunFolder) -> str:
@@ -155,14 +161,19 @@ def _as_argument(folder: RunFolder) -> str:
     return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)
 
 
-def _verdict(folder: RunFolder, config: "RunConfig") -> str:
-    report = json.loads(folder.report.read_text())
-    lookahead = report["conditions"]["lookahead"]
-    length = report["acceptance"]["draft"]["length"][str(lookahead)]
-    draft = report["draft"]
+def _verdict(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
+    from infra.records.acceptance import BenchmarkResult
+    from infra.records.benchmark_text import text_of
+    from tasks.report.meaning import answer
+
+    result: BenchmarkResult = BenchmarkResult.read(folder.benchmark)
+    draft = json.loads(folder.report.read_text())["draft"]
     alias = _alias(config, draft["name"], draft["version"])
-    named = f"{draft['name']} version {draft['version']}" + (f" ({alias})" if alias else "")
-    return f": {named}, acceptance length {length:.2f} at lookahead {lookahead}"
+    named = f"version {draft['version']} of {draft['name']}" + (f" ({alias})" if alias else "")
+    at = result.conditions.lookahead
+    yield "draft", f"{named}, acceptance length {result.length:.2f} at lookahead {at} on {text_of(result)}"
+    yield "gate", answer(result)
+    yield "report", str(folder.report_page)
 
 
 def _alias(config: "RunConfig", draft: str, version: int) -> str:
@@ -182,8 +193,8 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterat
     if not states.total:
         yield "samples", "none in the ledger yet"
         return
-    counts = ", ".join(f"{getattr(states, state)} {state}" for state in STATES if getattr(states, state))
-    yield "samples", f"{_bar(states)} {states.total}: {counts}"
+    counts = ", ".join(f"{getattr(states, state):,} {state}" for state in STATES if getattr(states, state))
+    yield "samples", f"{_bar(states)} {states.total:,}: {counts}"
     budget_mib = config.transport.budget_mib
     if folder.sharing.is_file():
         from infra.ledger.rounds import trainer_has_turn
@@ -195,7 +206,7 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterat
             yield "turn", "training" if trainer_has_turn(ledger) else "capture"
     yield "on their way", f"{states.bytes_held / 2**20:.0f} of {budget_mib:.0f} MiB between capture and training"
     if states.attempts:
-        yield "failures", f"{states.attempts} captures failed"
+        yield "failures", plural(states.attempts, "capture failure")
     bad = ledger.quarantined()
     for sample in bad[:LISTED]:
         yield "quarantined", f"epoch {sample.epoch} ordinal {sample.ordinal} (sample {sample.sample}): {sample.error}"
@@ -220,10 +231,10 @@ def _training(folder: RunFolder, config: "RunConfig", last: dict[str, Any] | Non
     total = config.training.total_steps(samples.train_samples)
     rates = " ".join(f"{rate:.2f}" for rate in last["acceptance_by_position"])
     left = (total - last["step"]) * last["seconds"] / last["step"]
-    rest = f", about {left / 60:.0f} min left" if last["step"] < total else ""
+    rest = f", about {duration(left)} left" if last["step"] < total else ""
     yield (
         "training",
-        f"step {last['step']} of {total}, loss {last['loss']:.3f}, acceptance by position {rates}, "
+        f"step {last['step']:,} of {total:,}, loss {last['loss']:.3f}, acceptance by position {rates}, "
         f"{last['tokens_per_s']:,.0f} tokens/s{rest}",
     )
     rates = SideRates.model_validate(last["rates"])

@@ -31,7 +31,7 @@ def _scaled(value: float, base: int, units: Sequence[str]) -> str:
 
 def signed(value: float) -> str:
     """A relative difference: `+60.4%`."""
-    return f"{value:+.1%}".replace("-", "−")
+    return f"{round(value, 3) + 0.0:+.1%}".replace("-", "−")
 
 
 def duration(seconds: float) -> str:

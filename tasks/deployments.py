@@ -8,9 +8,9 @@ that it does not matter from which folder or machine the next command comes. FOL
 
 import argparse
 import platform
-import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
+from pydantic import Field
 
 from infra.processes.exit import run_main
 from infra.processes.process import Owner, module, start
@@ -34,6 +35,7 @@ Settings = Mapping[str, Any]
 """What an operator may change of a deployment. Schedules are known by slug, or by id if somebody added one without."""
 RECOVER = "recover/recover"
 """The one among prefect.yaml's own deployments that shows whose they are."""
+EPOCH = datetime.fromtimestamp(0, UTC)
 OTHERS_S = 2 * DEPLOY_S
 """A command of another machine has ended, or died, after this time."""
 
@@ -58,19 +60,20 @@ class DeploymentRecord(Block):
     """What was deployed last under one name; Prefect keeps it."""
 
     _block_type_name = "Draftsmith deployments"
-    _description = "What `draftsmith deploy` and `up` deployed last. They tell by it what an operator changed since."
+    _description = (
+        "Kept by `draftsmith deploy` and `up`, which tell by it what you have changed since. Do not edit it: change "
+        "the deployments."
+    )
 
-    last: dict[str, Any] | None = None
-    """A `Deployed`."""
-    interrupted: dict[str, Any] | None = None
-    """A `Deployed`: what there was before a call that has not ended."""
-    options: dict[str, Any] | None = None
-    """What a person asked for beside the recipe, of a draft's deployments."""
-
-    by: str | None = None
-    """Machine of that call."""
-    since: float = 0.0
-    """When it began, in seconds since 1970."""
+    options: dict[str, Any] | None = Field(
+        default=None, title="Options", description="What was asked for beside the recipe; empty for those of up."
+    )
+    by: str | None = Field(default=None, title="Machine", description="Where the last command ran.")
+    since: datetime = Field(default=EPOCH, title="Began", description="When the last command began.")
+    last: dict[str, Any] | None = Field(default=None, title="Deployed", description="What was deployed last.")
+    interrupted: dict[str, Any] | None = Field(
+        default=None, title="Before", description="What there was before a command that has not ended."
+    )
 
     @classmethod
     def of(cls, draft: str | None) -> "DeploymentRecord":
@@ -94,9 +97,10 @@ class DeploymentRecord(Block):
 
     def refuse_other(self, what: str) -> None:
         """Raise Refusal while another machine deploys the same: each would restore what it found half done."""
-        if self.interrupted and self.by != platform.node() and time.time() - self.since < OTHERS_S:
+        age_s = (datetime.now(UTC) - self.since).total_seconds()
+        if self.interrupted and self.by != platform.node() and age_s < OTHERS_S:
             raise Refusal(
-                f"{what}: a command on {self.by} deploys the same since {time.time() - self.since:.0f} s: try again "
+                f"{what}: a command on {self.by} deploys the same since {age_s:.0f} s: try again "
                 f"when it has ended; one that died is passed over after {OTHERS_S:.0f} s"
             )
 
@@ -134,7 +138,7 @@ def deploy(
         record = DeploymentRecord.of(draft)
         record.refuse_other(draft or str(file))
         before = Deployed.model_validate(record.interrupted or _read_all(client, only).model_dump(mode="json"))
-        under_way = {"interrupted": before.model_dump(mode="json"), "by": platform.node(), "since": time.time()}
+        under_way = {"interrupted": before.model_dump(mode="json"), "by": platform.node(), "since": datetime.now(UTC)}
         record = record.keep(draft, **under_way)
         command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
         process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks))

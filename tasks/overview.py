@@ -25,6 +25,7 @@ from infra.tracking.registry import (
     GOODPUT,
     GPU_BUSY,
     GPU_HOURS,
+    TRAFFIC,
     PromotionDecision,
     history,
     list_drafts,
@@ -86,7 +87,7 @@ class DraftRow:
         if not self.gpu_hours:
             return "no GPU"
         busy = "" if self.gpu_busy is None else f", {self.gpu_busy:.0%} busy"
-        return f"{self.gpu_hours:.1f} GPU-hours{busy}" + (f", ${self.cost:,.2f}" if self.cost else "")
+        return f"{self.gpu_hours:,.1f} GPU-hours{busy}" + (f", ${self.cost:,.2f}" if self.cost else "")
 
     @property
     def recent_length(self) -> float | None:
@@ -184,9 +185,8 @@ def _about(seconds: float) -> str:
 
 
 def _as_benchmarked(series: Series, champion: RegisteredDraft) -> bool:
-    """The benchmark's main figure is of greedy text."""
-    served = series.served
-    return served.traffic == "greedy" and str(served.lookahead) == champion.tags.get("lookahead")
+    served, tags = series.served, champion.tags
+    return (served.traffic, str(served.lookahead)) == (tags.get(TRAFFIC), tags.get("lookahead"))
 
 
 def _drift(own: Sequence[Series]) -> str:

@@ -75,6 +75,7 @@ def register_draft(
         registry.WEIGHTS_SHA256: export.sha256["model.safetensors"],
         registry.MEASURED_AGAINST: str(champion.version) if champion else "",
         registry.ACCEPTANCE: f"{result.length:.4f}",
+        registry.TRAFFIC: result.traffic,
         registry.COUNTED_BY: result.conditions.engine,
         **_precision(run),
         "lookahead": str(result.conditions.lookahead),

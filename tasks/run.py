@@ -4,8 +4,9 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -19,6 +20,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.processes.process import Owner
+from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.run.device_time import end_leases
 from infra.run.ownership import own_run
@@ -87,9 +89,18 @@ def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
     folder = run_named(name) if name else _folder_of_this_flow_run(config)
     with own_run(folder, config.transport, get_run_logger().info) as owner:
         _remember(config, folder)
+        folder.failure.unlink(missing_ok=True)
         end_leases(folder)
         get_run_logger().info("run folder: %s", folder.path)
-        yield OpenRun(config, folder, owner)
+        with ExitStack() as stack:
+            stack.push(partial(_note_failure, folder))
+            yield OpenRun(config, folder, owner)
+
+
+def _note_failure(folder: RunFolder, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+    """Keep an error for `draftsmith status`; an interruption is none."""
+    if kind is not None and issubclass(kind, Exception):
+        write_atomically(folder.failure, f"{redacted(str(error).strip() or kind.__name__)}\n")
 
 
 def _label_flow_run() -> None:

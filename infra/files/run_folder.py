@@ -82,6 +82,8 @@ class RunFolder:
     """Whether the draft decodes, as it comes from the registry."""
     served = _Place("served.json")
     """The serving engine's figures."""
+    failure = _Place("failure.txt")
+    """Why the run stopped last, where that was an error; the next attempt removes it."""
     plots = _Place("plots")
     report = _Place("report.json")
     report_page = _Place("report.html")

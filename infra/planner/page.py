@@ -39,10 +39,18 @@ def verdicts(plan: Plan) -> dict[str, str]:
         "Sharing": f"{job.sharing}: {job.sharing_why}" + (f"; {plural(job.rounds, 'round')}" if job.rounds else ""),
         "Split": advice(plan.sides, present, job.unit),
         **_regeneration(plan),
-        "Time": f"{duration(plan.seconds + plan.regeneration_s)} for {plan.trained_samples:,} samples ({job.epochs} x "
-        f"{job.samples:,}), {figure(plan.device_hours)} {job.unit}-hours{cost}",
+        "Time": f"{duration(plan.seconds + plan.regeneration_s)} for {_trained(plan)}, "
+        f"{figure(plan.device_hours)} {job.unit}-hours{cost}",
         **({"Twice the data": job.learned} if job.learned else {}),
     }
+
+
+def _trained(plan: Plan) -> str:
+    whole = plan.job.epochs * plan.job.samples
+    told = f"{plural(plan.job.epochs, 'epoch')} of {plan.job.samples:,}"
+    if plan.trained_samples < whole:
+        told = f"training.max_steps, fewer than {told}"
+    return f"{plan.trained_samples:,} samples ({told})"
 
 
 def _regeneration(plan: Plan) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from infra.processes.exit import run_main
-from infra.quantities import plural
+from infra.quantities import plural, signed
 from infra.records.acceptance import (
     UNTRAINED,
     CategoryDecision,
@@ -82,8 +82,8 @@ def decide(evidence: GateEvidence) -> GateDecision:
     instead, arguments = _instead(duels)
     reasons = _reasons(failed, worse, grounds, evidence.category_tolerance)
     if instead and not blocked:
-        how = f"the server arguments `{' '.join(arguments)}`" if arguments else "no speculative arguments"
-        reasons.append(f"serve with {instead} instead, which needs no training: {how}")
+        how = f"with {instead}, which needs no training: the server arguments `{' '.join(arguments)}`"
+        reasons.append(f"serve {how if arguments else 'without a draft'}")
     reasons += [evidence.caveat] if evidence.caveat else []
     return GateDecision(
         **deciding.model_dump(exclude={"passed"}),
@@ -104,7 +104,7 @@ def _reasons(
 ) -> list[str]:
     """What blocks; or, where nothing does, how every ground was passed."""
     blocks = [
-        f"worse than the champion on {category.category} of {category.ground}: {category.difference:+.1%} on "
+        f"worse than the champion on {category.category} of {category.ground}: {signed(category.difference)} on "
         f"{category.prompts} prompts, more than {tolerance:.1%} with p = {category.p:.2g} (Holm)"
         for category in worse
     ]
@@ -185,7 +185,8 @@ def _judge(ground: Ground, duels: Sequence[Duel]) -> GroundDecision:
 def _instead(duels: Sequence[Duel]) -> tuple[str | None, tuple[str, ...]]:
     """What to serve with where a method without training is not beaten, and SGLang's arguments for it.
 
-    Of the methods without training the fastest there; none where a champion is faster still, which then goes on.
+    Of the methods without training the fastest there. None where a champion is faster still, which then goes on, or
+    the challenger, whose prompts were too few to prove it.
     """
     lost = next((duel for duel in duels if duel.against in UNTRAINED and not duel.passed), None)
     if lost is None:
@@ -196,7 +197,8 @@ def _instead(duels: Sequence[Duel]) -> tuple[str | None, tuple[str, ...]]:
     rates = {against: duel.rate(duel.rival) for against, duel in rivals.items()}
     lookup, margin = rates.get(PROMPT_LOOKUP, 0.0), max(lost.ground.margin, 0.0)
     best = PROMPT_LOOKUP if lookup > (1 + margin) * rates[NO_DRAFT] else NO_DRAFT
-    if any(rate > rates[best] for against, rate in rates.items() if against not in UNTRAINED):
+    trained = [rate for against, rate in rates.items() if against not in UNTRAINED]
+    if max([lost.rate(lost.challenger), *trained]) > rates[best]:
         return None, ()
     return best, sglang_ngram(rivals[best].rival.lookahead) if best == PROMPT_LOOKUP else ()
 
@@ -218,8 +220,8 @@ def _in_words(judged: GroundDecision, grounds: tuple[GroundDecision, ...]) -> st
     where = f" on {judged.ground}" if len(grounds) > 1 else ""
     what = "tokens per step" if judged.load is None else f"tokens/s with {plural(judged.load, 'text')} at once"
     return (
-        f"against {judged.against}{where}, in {what}: {judged.difference:+.1%}, lower bound {judged.lower_bound:+.1%}, "
-        f"which {verdict} the margin {judged.margin:.1%}"
+        f"against {judged.against}{where}, in {what}: {signed(judged.difference)}, lower bound "
+        f"{signed(judged.lower_bound)}, which {verdict} the margin {judged.margin:.1%}"
     )
 
 

@@ -1,15 +1,17 @@
 """Plots of a benchmark, of training progress and of the training samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from infra.files.lines import read_objects
 from infra.records.acceptance import Acceptance, BenchmarkResult
@@ -19,6 +21,9 @@ from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, MoreData, Samp
 mpl.use("Agg")
 
 SIZE = (7.0, 4.2)
+COUNT = StrMethodFormatter("{x:,.0f}")
+POINTS = 200
+LONG_MIN = 180.0
 LEAST_OFFERED = 20
 """A rate of fewer trials says nothing."""
 
@@ -31,7 +36,16 @@ def _saved(path: Path, columns: int) -> Iterator[Axes]:
     yield axes
     figure.legend(loc="outside lower center", ncols=columns, fontsize="small")
     axes.grid(alpha=0.3)
+    for line in (line for one in figure.axes for line in one.lines):
+        if np.size(line.get_xdata()) == 1 and line.get_marker() == "None":  # a line through one point is none
+            line.set_marker("o")
     _save(figure, path)
+
+
+def averaged(values: Sequence[float]) -> list[float]:
+    """Means of neighbours, `POINTS` at most: the scatter of thousands of steps would hide the curve."""
+    size = max(1, -(-len(values) // POINTS))
+    return [fmean(values[first : first + size]) for first in range(0, len(values), size)]
 
 
 def plot_by_position(result: BenchmarkResult, path: Path) -> None:
@@ -57,10 +71,11 @@ def plot_by_position(result: BenchmarkResult, path: Path) -> None:
             xlabel=f"position of the draft token (shown where it was offered at least {LEAST_OFFERED} times)",
             ylabel="acceptance rate, given all before",
             ylim=(0, 1),
-            title=f"{result.conditions.target}: {result.length:.2f} tokens per step at lookahead {at}\n"
-            f"over {text_of(result)}",
+            title=f"{result.length:.2f} tokens per step at lookahead {at}\nover {text_of(result)}",
         )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if axes.get_xlim()[1] < 2:  # one position
+            axes.set(xlim=(0.5, 1.5), xticks=[1])
 
 
 def well_supported(acceptance: Acceptance) -> list[float]:
@@ -96,7 +111,7 @@ def plot_goodput(result: BenchmarkResult, path: Path) -> None:
         axes.set(
             xlabel="lookahead (0: the target alone)",
             ylabel="goodput / the target's alone",
-            title=f"{result.conditions.target}: predicted goodput, best lookahead marked",
+            title="Predicted goodput, best lookahead marked",
         )
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -104,13 +119,14 @@ def plot_goodput(result: BenchmarkResult, path: Path) -> None:
 def plot_training(metrics: Path, path: Path) -> None:
     """Loss, and acceptance at each position as training sees it, over tokens trained on."""
     rows = read_objects(metrics)
-    tokens = [row["tokens"] for row in rows]
-    with _saved(path, columns=5) as left:
-        left.plot(tokens, [row["loss"] for row in rows], "k-", label="loss")
+    tokens = averaged([row["tokens"] for row in rows])
+    with _saved(path, columns=4) as left:
+        left.plot(tokens, averaged([row["loss"] for row in rows]), "k-", label="loss")
         left.set(xlabel="tokens", ylabel="loss", title="Training")
+        left.xaxis.set_major_formatter(COUNT)
         right = left.twinx()
         for place, rates in enumerate(zip(*(row["acceptance_by_position"] for row in rows), strict=True)):
-            right.plot(tokens, rates, f"C{place}-", alpha=0.8, label=f"acceptance at {place + 1}")
+            right.plot(tokens, averaged(rates), f"C{place}-", alpha=0.8, label=f"acceptance at {place + 1}")
         right.set(ylabel="acceptance rate, given all before", ylim=(0, 1))
 
 
@@ -123,7 +139,13 @@ def plot_heldout(metrics: Path, path: Path, more: MoreData | None = None) -> Non
     own = [1.0 + sum(accumulate(row["acceptance_by_position"], mul)) for row in rows]
     lengths = [row[HELDOUT_LENGTH] for row in measured]
     with _saved(path, columns=2) as axes:
-        axes.plot([row["step"] for row in rows], own, "C7-", alpha=0.7, label="training text, text's own tokens")
+        axes.plot(
+            averaged([row["step"] for row in rows]),
+            averaged(own),
+            "C7-",
+            alpha=0.7,
+            label="training text, text's own tokens",
+        )
         axes.plot([row["step"] for row in measured], lengths, "C0-o", label="held-out prompts, simulated walk")
         seen = [row for row in measured if HELDOUT_SEEN in row]
         if seen:
@@ -132,6 +154,7 @@ def plot_heldout(metrics: Path, path: Path, more: MoreData | None = None) -> Non
             place, ends = 2 * rows[-1]["step"], [lengths[-1] + more.lower, lengths[-1] + more.upper]
             axes.plot([place, place], ends, "C0_-", label="twice the data, 90 % confidence")
         axes.set(xlabel="step", ylabel="tokens per verification step", title="Acceptance length while training")
+        axes.xaxis.set_major_formatter(COUNT)
 
 
 def plot_timeline(metrics: Path, path: Path) -> None:
@@ -139,12 +162,13 @@ def plot_timeline(metrics: Path, path: Path) -> None:
     rows = [row for row in read_objects(metrics) if "seconds" in row and row.get("rates", {}).get("inference")]
     if not rows:
         return
-    minutes = [row["seconds"] / 60 for row in rows]
+    minutes = averaged([row["seconds"] / 60 for row in rows])
+    unit, times = ("minutes", minutes) if minutes[-1] < LONG_MIN else ("hours", [one / 60 for one in minutes])
     idle = [max(0.0, 1 - row["tokens_per_s"] / row["rates"]["inference"]) for row in rows]
     with _saved(path, columns=2) as axes:
-        axes.plot(minutes, [row["data_wait_share"] for row in rows], "C0-", label="trainer waits for data")
-        axes.plot(minutes, idle, "C1-", label="generators wait for the trainer")
-        axes.set(xlabel="minutes of training", ylabel="share of the time", ylim=(0, 1), title="Who waited for whom")
+        axes.plot(times, averaged([row["data_wait_share"] for row in rows]), "C0-", label="trainer waits for data")
+        axes.plot(times, averaged(idle), "C1-", label="generators wait for the trainer")
+        axes.set(xlabel=f"{unit} of training", ylabel="share of the time", ylim=(0, 1), title="Who waited for whom")
 
 
 def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
@@ -165,6 +189,8 @@ def plot_samples(samples: SamplesRecord, path: Path) -> Path | None:
         axes.bar([edge + shift for edge in edges], histogram.counts, histogram.width, align="edge", edgecolor="white")
         axes.set(xlabel=label, ylabel="samples" if axes.get_subplotspec().is_first_col() else None)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.xaxis.set_major_formatter(COUNT)
+        axes.yaxis.set_major_formatter(COUNT)
         axes.grid(alpha=0.3, axis="y")
     return _save(figure, path)
 

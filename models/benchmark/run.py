@@ -180,7 +180,7 @@ def tables(result: BenchmarkResult) -> Iterator[Table]:
         if rows:
             shown = Table(title=title)
             for at, name in enumerate(rows[0]):
-                shown.add_column(name, justify="right" if at else "left")
+                shown.add_column(name, justify="right" if at else "left", overflow="fold")
             for row in rows:
                 shown.add_row(*row.values())
             yield shown
@@ -200,7 +200,7 @@ def lines(result: BenchmarkResult) -> list[str]:
 
 def show(result: BenchmarkResult) -> None:
     """Print the tables, then what they do not show; the last line is the main figure."""
-    Console().print(*tables(result))
+    Console(markup=False).print(*tables(result))
     print("\n".join(lines(result)), flush=True)
 
 

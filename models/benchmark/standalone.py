@@ -256,7 +256,7 @@ def main() -> None:
         write_atomically(options.json, result)
     if options.page:
         write_atomically(options.page, page(result))
-    console = Console()
+    console = Console(markup=False)
     for suite in result.suites:
         console.print(table(result, suite))
     print("\n".join(lines(result)), flush=True)

@@ -1,4 +1,4 @@
-"""What the machine decides of a recipe: in which data type a CPU computes."""
+"""What devices decide of a recipe: how many ranks train, and in which data type a CPU computes."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -43,3 +43,12 @@ def with_fast_arithmetic(tree: Tree, cpuinfo: Path = CPUINFO) -> Tree:
         if isinstance(settings, dict) and settings.get(setting) is None and not pools.get(gpus):
             tree = tree | {section: settings | {setting: "bfloat16"}}
     return tree
+
+
+def with_a_rank_per_gpu(tree: Tree) -> Tree:
+    """A recipe's tree with as many trainer ranks as GPUs for training, where it is silent about ranks."""
+    pools, training = tree.get("pools") or {}, tree.get("training") or {}
+    if not isinstance(pools, dict) or not isinstance(training, dict) or training.get("ranks") is not None:
+        return tree
+    gpus = pools.get("training_gpus")
+    return tree | {"training": training | {"ranks": gpus}} if gpus else tree

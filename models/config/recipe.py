@@ -8,10 +8,10 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from infra.config import LONGEST_TEXT, LedgerConfig, PoolsConfig, Seed, StrictConfig, TrackingConfig, TransportConfig
+from infra.files.yaml_file import parse_yaml, read_yaml
 from infra.planner.config import PlanConfig
 from infra.planner.shapes import Precision
 from infra.redaction import redacted
@@ -20,7 +20,7 @@ from models.config.benchmark import BenchmarkConfig, PromotionConfig
 from models.config.data import LIVE, DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
-from models.config.machine import with_fast_arithmetic
+from models.config.machine import with_a_rank_per_gpu, with_fast_arithmetic
 from models.config.several_machines import check_machines
 from models.config.target import TargetConfig
 from models.config.target_settings import completed
@@ -29,7 +29,6 @@ from models.config.training import TrainingConfig
 SILENCE_S = 30 * 86_400.0
 LISTED = 20
 """Most problems of a recipe in one message."""
-LARGEST_RECIPE_BYTES = 2**20
 
 
 class RunConfig(StrictConfig):
@@ -242,7 +241,7 @@ def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe and apply `section.field=value` overrides, whose values are YAML. Raises Refusal if invalid."""
-    tree = _parse(_read(path), str(path))
+    tree = read_yaml(path, "recipe", "for instance recipes/quickstart.yaml")
     if not isinstance(tree, dict):
         raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name and target")
     for override in overrides or []:
@@ -251,8 +250,8 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 
 def as_recipe(tree: dict[str, Any], place: str) -> RunConfig:
-    """The recipe with what it leaves to target and machine. Raises Refusal, naming `place`, if it is not valid."""
-    return _validated(with_fast_arithmetic(completed(tree)), place)
+    """The recipe with what it leaves to target and devices. Raises Refusal, naming `place`, if it is not valid."""
+    return _validated(with_fast_arithmetic(with_a_rank_per_gpu(completed(tree))), place)
 
 
 def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:
@@ -260,31 +259,6 @@ def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise Refusal(_explain(place, error) + remedy) from error
-
-
-def _read(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise Refusal(f"no recipe at {path}: give a YAML file, for instance recipes/quickstart.yaml")
-        if path.stat().st_size > LARGEST_RECIPE_BYTES:
-            raise Refusal(f"{path} is larger than 1 MiB: a recipe is a short YAML file, so check the path")
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it") from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, Refusal):
-            raise
-        raise Refusal(f"{str(path)[:200]!r} cannot be read ({error}): check the path and its permissions") from error
-
-
-def _parse(text: str, place: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    # ValueError: an impossible date, or a number of thousands of digits.
-    except (yaml.YAMLError, ValueError, OverflowError, KeyError) as error:
-        raise Refusal(f"{place} is not valid YAML: correct it ({error})") from error
-    except RecursionError as error:
-        raise Refusal(f"{place} is nested too deeply: flatten it") from error
 
 
 def read_config(path: Path) -> RunConfig:
@@ -344,7 +318,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             raise Refusal(f"override {redacted(override)!r}: {section} is a value, not a section: correct the name")
-    tree[field] = _parse(value, f"override {redacted(override)[:120]!r}")
+    tree[field] = parse_yaml(value, f"override {redacted(override)[:120]!r}")
 
 
 def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:

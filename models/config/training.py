@@ -48,7 +48,12 @@ class TrainingConfig(StrictConfig):
         default="strict",
         description="`strict`: runs with the same seed train the same samples per step. `any`: whatever is ready.",
     )
-    ranks: int = Field(default=1, ge=1, le=16_384, description="Trainer ranks: one process per GPU.")
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=16_384,
+        description="Trainer ranks: one process per GPU. A recipe file may leave it to `pools.training_gpus`.",
+    )
     sharded: bool = Field(
         default=False,
         description="Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them "

@@ -229,10 +229,10 @@ def summary(record: SamplesRecord) -> str:
         "unusable": record.unusable,
         "broken": record.broken,
         "refused": record.refused,
-        "duplicates": record.duplicates,
+        "left out as duplicates": record.duplicates,
         f"with one of {record.compared_prompts} benchmark prompts left out": record.benchmark_prompts,
     }
-    notes = "".join(f", {count} {what}" for what, count in left_out.items() if count)
+    notes = "".join(f", {count:,} {what}" for what, count in left_out.items() if count)
     if record.reasoning_dropped:
         notes += (
             f"; {record.reasoning_dropped} learned without their reasoning, for which the chat template has no place"
@@ -244,8 +244,8 @@ def summary(record: SamplesRecord) -> str:
     has_more = record.broken + record.refused > len(record.refusals)
     more = f"\n  all of them: {Path(record.path) / REFUSED}" if has_more else ""
     return (
-        f"samples: {record.train_samples} to train on ({record.train_tokens} tokens, longest {record.longest}, "
-        f"{record.supervised_share:.1%} supervised), {record.heldout_samples} held out{notes}"
+        f"samples: {record.train_samples:,} to train on ({record.train_tokens:,} tokens, longest {record.longest:,}, "
+        f"{record.supervised_share:.1%} supervised), {record.heldout_samples:,} held out{notes}"
         + "".join(f"\n  left out: {refusal}" for refusal in record.refusals)
         + more
     )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from infra.files.lines import read_objects
+from infra.quantities import plural
 from infra.records.data_path import HELDOUT_LENGTH, MoreData
 from models.config.training import TrainingConfig
 
@@ -66,7 +67,7 @@ def forecast(points: Sequence[CurvePoint], widest: float = WIDEST) -> MoreData:
     peak = max(range(len(points)), key=lambda place: points[place].rate, default=0)
     used = points[peak:]  # the warm-up is no part of the curve
     if len(used) < LEAST_POINTS or used[-1].tokens < LEAST_SPAN * used[0].tokens:
-        return MoreData(why=f"only {len(used)} measurements on held-out text after the warm-up")
+        return MoreData(why=f"only {plural(len(used), 'measurement')} on held-out text after the warm-up")
     gains = _gains(used, np.random.default_rng(SEED))
     if gains is None:
         return MoreData(why="acceptance on held-out text has not risen steadily")

@@ -10,6 +10,7 @@ from infra.data_plane.bottleneck import side_rates, slow_side
 from infra.files.lines import as_line
 from infra.ledger.ledger import Ledger
 from infra.ledger.pulse import in_flight
+from infra.quantities import duration
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, SideRates
 from infra.refusal import Refusal
 from models.drafts.base import DraftLoss
@@ -149,7 +150,7 @@ class ProgressReporter:
         print(
             f"step {step}/{self.total_steps}{self._time_left(step)} | loss {self.loss:.3f} | acceptance "
             f"{' '.join(f'{rate:.2f}' for rate in self.acceptance)} | {heldout}"
-            f"{metrics['tokens_per_s']:.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
+            f"{metrics['tokens_per_s']:,.0f} tokens/s | data wait {metrics['data_wait_share']:.1%} | "
             f"{metrics['samples_in_flight']} samples in flight | {_slow(rates)}",
             flush=True,
         )
@@ -162,7 +163,7 @@ class ProgressReporter:
         seconds = (self.total_steps - step) * self.totals["trained_s"] / step
         if step == self.total_steps:
             return ""
-        return f", {seconds / 60:.0f} min left" if seconds > 90 else f", {seconds:.0f} s left"
+        return f", {duration(seconds)} left"
 
     def rates(self) -> SideRates:
         """Rates of the whole run so far; fetching since this trainer's start represents all of it."""

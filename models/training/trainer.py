@@ -24,6 +24,7 @@ from infra.ledger.ledger import Ledger
 from infra.ledger.rounds import free_consumed
 from infra.ledger.trainers import Resume
 from infra.processes.exit import die_with_parent, end_well, run_main
+from infra.quantities import duration, plural
 from infra.records.data_path import TrainingResult
 from infra.refusal import Refusal
 from infra.transport.base import TransferError
@@ -239,7 +240,8 @@ def train(run: PreparedRun, control: Control) -> None:
         trainer.ledger.excuse(trainer.resume.incarnation)
         raise
     if result is not None:
-        print(f"trained {result.steps} steps on {result.tokens} tokens in {result.wall_s:.0f} s", flush=True)
+        done = f"{plural(result.steps, 'step')} on {plural(result.tokens, 'token')} in {duration(result.wall_s)}"
+        print(f"trained {done}", flush=True)
 
 
 if __name__ == "__main__":

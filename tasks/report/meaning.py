@@ -6,6 +6,8 @@ from infra.records.benchmark_text import against_baselines, text_of, tokens_per_
 from infra.records.data_path import TargetRecord
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
+NO_DRAFT = UNTRAINED[0]
+
 
 def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
     """Exactly three sentences for somebody who was not there."""
@@ -23,13 +25,22 @@ def answer(result: BenchmarkResult) -> str:
     )
     sure = f"at least {1 + gate.lower_bound:.2f} times with 97.5 % confidence"
     if gate.passed:
-        return f"Better than every rival: {figures}; {sure}."
+        return f"Better than every rival: {figures}; {sure}{_slower(result)}."
     if gate.instead:
         how = f" (`{' '.join(gate.instead_arguments)}`)" if gate.instead_arguments else ""
-        return f"Serve with {gate.instead} instead{how}: the draft gives {figures}; {sure}."
+        other = "without a draft" if gate.instead == NO_DRAFT else f"with {gate.instead} instead{how}"
+        return f"Serve {other}: the draft gives {figures}; {sure}."
     if gate.lower_bound > gate.margin:
         return f"Not promoted: {gate.reason.rstrip('.')}."
-    return f"Not promoted: {figures}; {sure}."
+    return f"Not promoted: {figures}; {sure}, and more than {1 + gate.margin:g} times is needed."
+
+
+def _slower(result: BenchmarkResult) -> str:
+    """Where tokens per step decided, whether the target alone is predicted to be faster."""
+    goodput = result.goodput
+    if result.gate.load is not None or goodput is None or goodput.best.lookahead:
+        return ""
+    return f". But with {plural(goodput.main_load, 'text')} at once the target alone is predicted to be faster"
 
 
 def how_good(target: TargetRecord, result: BenchmarkResult) -> str:
@@ -57,7 +68,8 @@ def compared(result: BenchmarkResult) -> str:
     needs = "needs" if len(result.baselines_on(result.traffic)) == 1 else "need"
     text = f"It {against_baselines(result)}, which {needs} no training, on the same texts"
     if gate.instead:
-        text += f", and for this traffic {gate.instead} is the better choice"
+        better = "decoding without a draft" if gate.instead == NO_DRAFT else gate.instead
+        text += f", and for this traffic {better} is the better choice"
     served = result.champion_on(result.traffic)
     if served is None:
         return f"{text}; there was no draft in service to compare it with."

@@ -32,7 +32,8 @@ CAPTIONS = {
     "samples": "Training samples by length, by supervised tokens and, of conversations, by the assistant's turns.",
     "timeline": "Who waited for whom: share of the time that the trainer waited for data, and that generators could "
     "have given more than the trainer took.",
-    "training": "Loss and acceptance rate at each position during training, over the tokens trained on.",
+    "training": "Loss and acceptance rate at each position during training, over the tokens trained on; of a long run "
+    "each point is the mean of neighbouring steps.",
 }
 GAP = "&emsp;"
 """MLflow shows a table without any space between its cells."""
@@ -185,7 +186,7 @@ def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
         FOLDER / "run_page.md.jinja",
         facts=facts,
         is_note=is_note,
-        headline=headline(facts),
+        answer=answer(facts.result),
         meaning=meaning(facts.target, facts.result, facts.draft),
         findings=facts.findings,
         plots=[] if is_note else list(embedded(plots)),
@@ -219,27 +220,13 @@ def version_markdown(target: TargetRecord, result: BenchmarkResult) -> str:
     )
 
 
-def headline(facts: RunFacts) -> str:
-    """The verdict in one line."""
-    result = facts.result
-    return (
-        f"Acceptance length {result.length:.2f} (prompt lookup {_prompt_lookup(result)}), "
-        f"gate {'passed' if result.gate.passed else 'not passed'}, version {facts.draft.version} of {facts.draft.name} "
-        f"({', '.join(facts.draft.aliases) or 'no alias'})"
-    )
-
-
 def version_line(result: BenchmarkResult) -> str:
     """One line for lists of versions."""
-    gate = result.gate
+    gate, lookup = result.gate, result.baselines_on(result.traffic)["prompt lookup"]
     return (
         f"{result.length:.2f} tokens per step, gate {'passed' if gate.passed else 'not passed'} against "
-        f"{gate.against} ({signed(gate.difference)}), prompt lookup {_prompt_lookup(result)}"
+        f"{gate.against} ({signed(gate.difference)}), prompt lookup {lookup.length[result.conditions.lookahead]:.2f}"
     )
-
-
-def _prompt_lookup(result: BenchmarkResult) -> str:
-    return f"{result.baselines_on(result.traffic)['prompt lookup'].length[result.conditions.lookahead]:.2f}"
 
 
 def embedded(plots: Path) -> Iterator[Plot]:

@@ -16,7 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.planner.plan import read_plan
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
-from infra.records.benchmark_text import key, sources
+from infra.records.benchmark_text import key, sources_on, text_of
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.redaction import redacted
 from infra.run.device_time import device_time
@@ -53,7 +53,7 @@ def write_report(
     create_table_artifact(
         acceptance_by_lookahead(result),
         key=artifact_key("acceptance-length", run.config.name),
-        description="Acceptance length by lookahead",
+        description=f"Acceptance length by lookahead, on {text_of(result)}",
     )
     page = run_markdown(facts, run.folder.plots)
     create_markdown_artifact(page, key=artifact_key("report", run.config.name), description=version_line(result))
@@ -61,10 +61,11 @@ def write_report(
 
 
 def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, Any]]:
-    """Acceptance length, one row per lookahead, for Prefect, whose page needs named columns."""
+    """Acceptance length on the text that the gate judges, one row per lookahead, for Prefect, whose page needs named
+    columns and has room for a few."""
+    judged = sources_on(result, result.traffic)
     return [
-        {"lookahead": at}
-        | {name: f"{of.length[at]:.2f}" if at in of.length else "" for name, of in sources(result).items()}
+        {"lookahead": at} | {name: f"{of.length[at]:.2f}" if at in of.length else "" for name, of in judged.items()}
         for at in sorted(result.acceptance.length)
     ]
 

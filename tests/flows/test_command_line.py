@@ -105,7 +105,7 @@ def test_plan_prints_the_slurm_job_too(tmp_path: Path) -> None:
         (["recipes/nowhere.yaml"], "no recipe at recipes/nowhere.yaml"),
         (["recipes/tiny.yaml", "training.max_stepz=3", "--plan"], "training.max_stepz: no such setting"),
         (["recipes/tiny.yaml", "training.max_steps=0"], "training.max_steps: Input should be greater"),
-        (["recipes/tiny.yaml", "pools.training_gpus=3", "--plan"], "a rank needs one GPU"),
+        (["recipes/tiny.yaml", "pools.training_gpus=3", "training.ranks=2"], "a rank needs one GPU"),
         (["recipes/tiny.yaml", "transport.budget_mib=1", "--plan"], "nearest possible recipe: transport.budget_mib=12"),
         (["recipes/tiny.yaml", "rubbish"], "section.field=value"),
         (["--resume", "nowhere"], "no run nowhere"),
@@ -163,8 +163,8 @@ def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pyt
         assert f"draft-tiny version {number} is champion" in drafts("promote", str(number))
     rows = [line.split("│")[1:-1] for line in drafts("list").splitlines() if "draft-tiny" in line]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["draft-tiny", "2", "champion", "3.25", "true", "tiny-2"],
-        ["draft-tiny", "1", "", "3.25", "true", "tiny-1"],
+        ["draft-tiny", "2", "champion", "3.25", "yes", "tiny-2"],
+        ["draft-tiny", "1", "", "3.25", "yes", "tiny-1"],
     ]
     with pytest.raises(ValueError, match="has no version 9"):
         drafts("promote", "9")

@@ -214,9 +214,16 @@ def killed_after(stack: Any, seconds: float, *arguments: str) -> float | None:
     return time.monotonic() - begun
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param([0.85, 0.5], marks=pytest.mark.slow),
+        pytest.param([0.95, 0.9, 0.75, 0.65, 0.6, 0.4], marks=pytest.mark.long),
+    ],
+    ids=["two moments", "six moments"],
+)
 @pytest.mark.timeout(1200)
-def test_killed_at_any_point_they_leave_nothing(stack: Any, block: str) -> None:
+def test_killed_at_any_point_they_leave_nothing(stack: Any, block: str, moments: list[float]) -> None:
     """Each kill at another moment of the command; the next `undeploy` comes at once."""
     asked = ["deploy", str(ROOT / "recipes" / "tiny.yaml"), "name=killed", "--cron", CRON, "--notify", block]
     before = left(stack)
@@ -227,7 +234,7 @@ def test_killed_at_any_point_they_leave_nothing(stack: Any, block: str) -> None:
     draftsmith(stack, "undeploy", "draft-killed")
     undeploying = time.monotonic() - begun
     assert left(stack) == before
-    moments, caught = [0.9, 0.75, 0.6, 0.4], 0
+    caught = 0
     for moment in moments:
         took = killed_after(stack, moment * deploying, *asked)
         # A machine that was busy at first would let all others end in time.

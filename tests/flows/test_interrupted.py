@@ -101,7 +101,6 @@ def test_a_run_that_was_interrupted_early_is_resumed_as_status_says(
     arguments = ["retrain", "recipes/tiny.yaml", *SMALL]
     for module, file in (
         ("", "config.json"),
-        ("models.targets.prepare", "target.json"),
         ("models.data.prepare", "samples.json"),
         ("", "ledger.sqlite"),
     ):

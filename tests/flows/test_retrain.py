@@ -209,13 +209,11 @@ def test_an_interrupted_and_killed_run_resumes_and_loses_nothing(
     tiny_target: TargetRecord,
 ) -> None:
     recipe = ["recipes/tiny.yaml", *SMALL, f"transport.kind={widest_transport()}", f"ledger.url={servers.ledger}"]
-    assert strike(8, signal.SIGINT, *recipe) == 130
+    # Early: where this process gets no core for a while, there must be steps left.
+    assert strike(8, signal.SIGTERM, *recipe) == -signal.SIGTERM
     (folder,) = (tmp_path / "runs").glob("tiny-*")
     assert mlflow_status(folder) == "KILLED"
-    # Early: where this process gets no core for a while, there must be steps left.
-    assert strike(16, signal.SIGTERM, "--resume", folder.name) == -signal.SIGTERM
-    assert mlflow_status(folder) == "KILLED"
-    assert strike(24, signal.SIGKILL, "--resume", folder.name) == -signal.SIGKILL
+    assert strike(16, signal.SIGKILL, "--resume", folder.name) == -signal.SIGKILL
 
     second = subprocess.run(
         [*COMMAND, "--resume", folder.name],

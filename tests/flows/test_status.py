@@ -87,12 +87,19 @@ def test_the_plan_is_held_against_what_is_measured(run: RunFolder) -> None:
     assert "plan, split no other one of 2 cores is better than 1 + 1" in text
 
 
+def test_a_run_that_failed_says_why(run: RunFolder) -> None:
+    run.failure.write_text("the shape is [/INST] and [red]not[/red]\n")
+    text = told(run)
+    assert "state failed while training; once the cause is gone, resume it with: draftsmith" in text
+    assert "error the shape is [/INST] and [red]not[/red]" in text
+
+
 def test_a_run_that_moves(run: RunFolder) -> None:
     write_metrics(run)
     with hold(run.run_lock):
         text = told(run)
     assert "state training samples" in text
-    assert "step 2 of 10, loss 7.250, acceptance by position 0.50 0.25, 580 tokens/s, about 4 min left" in text
+    assert "step 2 of 10, loss 7.250, acceptance by position 0.50 0.25, 580 tokens/s, about 4 min 0 s left" in text
     assert "training is the slow side" in text
     assert "stalled" not in text
 

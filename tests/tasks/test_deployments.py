@@ -1,7 +1,7 @@
 """What of a deployment is the operator's, and what is prefect.yaml's."""
 
-import time
 from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from infra.refusal import Refusal
 from tasks import deployments
 from tasks.deployments import (
     OTHERS_S,
+    RECORDED,
     Deployed,
     DeploymentRecord,
     Settings,
@@ -85,13 +86,21 @@ def test_no_draft_shares_the_stack_s_record() -> None:
     assert len(set(keys)) == len(keys)
 
 
+def test_prefect_s_page_of_the_record_says_what_each_field_is() -> None:
+    fields = DeploymentRecord.model_json_schema()["properties"]
+    assert all(fields[name]["description"] for name in RECORDED)
+    assert "Do not edit it" in str(DeploymentRecord._description)
+    old = DeploymentRecord.model_validate({"since": 1_795_907_254.29})  # of an earlier version
+    assert old.model_dump(mode="json")["since"].startswith("2026-11-28T23:07:34")
+
+
 def test_what_another_machine_deploys_now_is_not_taken_for_interrupted() -> None:
-    record = DeploymentRecord(interrupted={}, by="other", since=time.time())
+    record = DeploymentRecord(interrupted={}, by="other", since=datetime.now(UTC))
     record.refuse_other("draft-a")
     record.interrupted = {"deployments": {}}
     with pytest.raises(Refusal, match="draft-a: a command on other deploys the same"):
         record.refuse_other("draft-a")
-    record.since = time.time() - OTHERS_S
+    record.since -= timedelta(seconds=OTHERS_S)
     record.refuse_other("draft-a")
 
 

@@ -21,7 +21,7 @@ def version(number: int, *aliases: str, **tags: str) -> RegisteredDraft:
         model_id="m",
         aliases=aliases,
         acceptance_length=2.0,
-        tags={"target": "T", "lookahead": "3"} | tags,
+        tags={"target": "T", "lookahead": "3", "traffic": "greedy"} | tags,
     )
 
 
@@ -111,7 +111,8 @@ def test_a_failure_that_was_followed_by_a_success_is_over() -> None:
 
 
 def test_other_conditions_are_not_compared_with_the_benchmark() -> None:
-    assert row(versions=[version(1, "champion", lookahead="5")]).recently == "2.00, greedy at lookahead 3"
+    for other in ({"lookahead": "5"}, {"traffic": "sampled"}):
+        assert row(versions=[version(1, "champion", **other)]).recently == "2.00, greedy at lookahead 3"
 
 
 def test_an_alarm_is_told_and_a_draft_without_champion_or_server_too() -> None:
@@ -149,3 +150,7 @@ def test_the_page_escapes_what_it_shows() -> None:
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "No draft is registered" in page_of([])
+
+
+def test_hours_and_dollars_have_thousands() -> None:
+    assert row(versions=[version(1, gpu_hours="1234.5", cost="12345.67")]).used == "1,234.5 GPU-hours, $12,345.67"

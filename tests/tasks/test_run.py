@@ -12,6 +12,7 @@ from uuid import UUID
 import pytest
 from prefect.logging import disable_run_logger
 
+from infra.refusal import Refusal
 from infra.transport.choice import run_memory_folder
 from models.config.recipe import RunConfig, load_recipe
 from tasks.run import open_run
@@ -111,6 +112,17 @@ def test_of_two_that_open_a_run_one_says_so(config: RunConfig) -> None:
             pass
     with open_run(config, "same"):
         pass
+
+
+def test_a_run_that_failed_keeps_the_reason_until_it_is_opened_again(config: RunConfig) -> None:
+    with pytest.raises(Refusal), open_run(config, "lost") as opened:
+        raise Refusal("no text at s3://me:secret@host/x: check the address")
+    assert opened.folder.failure.read_text() == "no text at s3://me:***@host/x: check the address\n"
+    with open_run(config, "lost"):
+        assert not opened.folder.failure.exists()
+    with pytest.raises(KeyboardInterrupt), open_run(config, "lost"):
+        raise KeyboardInterrupt
+    assert not opened.folder.failure.exists()
 
 
 def test_a_run_keeps_its_configuration(config: RunConfig) -> None:

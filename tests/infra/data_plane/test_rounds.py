@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -111,14 +112,20 @@ MOMENTS: dict[str, Callable[[RunFolder, Ledger], bool]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["whose turn it is", "everything"])
-def test_turns_are_whole_after_kills(make_run, finished_run, victim: str, kill_tree) -> None:
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param("process, flow", marks=pytest.mark.slow),
+        pytest.param("process", marks=pytest.mark.long),
+        pytest.param("flow", marks=pytest.mark.long),
+    ],
+)
+def test_turns_are_whole_after_kills(make_run, finished_run, victims: str, kill_tree) -> None:
     """SIGKILL in every phase of two epochs: of generator or trainer, which is restarted, or of the flow and all."""
     settings = [*SMALL, "training.epochs=2", "training.checkpoint_steps=2"]
     folder = alternating(make_run("killed", *settings))
     command = [sys.executable, "-c", FLOW, str(folder.path), str(Path(__file__).parent), *sys.path]
-    flow = subprocess.Popen(command)
+    flow, victim = subprocess.Popen(command), cycle(victims.split(", "))
     with PreparedRun.open(folder.path).open_ledger() as ledger:
         for name, is_now in MOMENTS.items():
             deadline = time.monotonic() + WAIT_S
@@ -126,7 +133,7 @@ def test_turns_are_whole_after_kills(make_run, finished_run, victim: str, kill_t
                 assert flow.poll() is None, f"ended before {name}"
                 assert time.monotonic() < deadline, f"never came to where {name}"
                 time.sleep(0.02)
-            if victim == "everything":
+            if next(victim) == "flow":
                 kill_tree(flow.pid)
                 flow.wait(60)
                 flow = subprocess.Popen(command)

@@ -123,6 +123,8 @@ def at(batch: int, draft: tuple[float, float], lookup: float, champion: float | 
         ([at(1, (0.6, 1.3), 0.0), at(16, (0.6, 3.0), 0.0)], False, "no draft", 16, "no draft", ""),
         # A champion that beats prompt lookup goes on serving.
         ([at(1, (0.4, 1.3), 0.5, 0.8)], False, "prompt lookup", 1, None, ""),
+        # Better than prompt lookup, but not better than nothing by the margin.
+        ([at(1, (0.6, 2.25), 0.1)], False, "no draft", 1, None, ""),
         # Nothing without training wins, the champion does.
         ([at(1, (0.5, 1.3), 0.1, 0.8)], False, "version 3", 1, None, ""),
     ],
@@ -134,7 +136,10 @@ def test_the_gate_asks_what_a_user_would_ask(
     assert (decision.passed, decision.against, decision.load) == (passed, against, load)
     assert (decision.instead, " ".join(decision.instead_arguments)) == (instead, arguments)
     assert f"tokens/s with {load} text" in decision.reason
-    assert (f"serve with {instead} instead" in decision.reason) == (instead is not None)
+    advice = {None: "", "no draft": "; serve without a draft", "prompt lookup": "; serve with prompt lookup, which"}
+    assert advice[instead] in decision.reason
+    assert ("serve with" in decision.reason) == (instead is not None)
+    assert "-" not in decision.reason.partition("`")[0], "minus signs are those of all other pages"
     assert arguments in decision.reason
 
 

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import matplotlib.image as mpimg
+
 from infra.records.acceptance import Acceptance
 from infra.records.data_path import Histogram, MoreData, SamplesRecord
-from models.benchmark.plots import plot_heldout, plot_samples, plot_timeline, well_supported
+from models.benchmark.plots import averaged, plot_heldout, plot_samples, plot_timeline, plot_training, well_supported
 
 
 def test_positions_that_were_hardly_offered_are_not_shown():
@@ -16,6 +18,31 @@ def test_positions_that_were_hardly_offered_are_not_shown():
     assert well_supported(acceptance) == [0.5, 0.4, 0.9]
     none = acceptance.model_copy(update={"by_position": (0.0, None, None, None)})
     assert well_supported(none) == [0.0]
+
+
+def test_a_single_step_is_drawn(tmp_path: Path):
+    metrics = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "tokens": 500, "loss": 5.0, "acceptance_by_position": [0.1]}
+    metrics.write_text(json.dumps(row) + "\n")
+    plot_training(metrics, tmp_path / "training.png")
+    assert dark_pixels(tmp_path / "training.png") > 20
+
+
+def dark_pixels(picture: Path) -> int:
+    """In the middle, where the one point is and neither axes nor words are."""
+    image = mpimg.imread(picture)
+    height, width = image.shape[:2]
+    middle = image[height // 3 : height // 2, width * 2 // 5 : width // 2 + width // 10, :3]
+    return int((middle.max(axis=2) < 0.3).sum())
+
+
+def test_thousands_of_steps_are_averaged():
+    steps = [float(step) for step in range(1, 5001)]
+    means = averaged(steps)
+    assert len(means) == 200
+    assert (means[0], means[-1]) == (13.0, 4988.0)
+    assert averaged([3.0]) == [3.0]
+    assert averaged([]) == []
 
 
 def test_the_timeline_needs_rates(tmp_path: Path):

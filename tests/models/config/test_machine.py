@@ -1,9 +1,10 @@
-"""In which data type a recipe computes where it is silent."""
+"""How many ranks a recipe has, and in which data type it computes, where it is silent."""
 
 from pathlib import Path
 
 import pytest
 
+from infra.refusal import Refusal
 from models.config.machine import multiplies_bfloat16, with_fast_arithmetic
 from models.config.recipe import as_recipe, read_config
 
@@ -63,3 +64,11 @@ def test_a_run_keeps_the_data_type_that_it_began_with(amx: Path, tmp_path: Path)
     begun = as_recipe(with_fast_arithmetic(BARE, amx), "here")
     (tmp_path / "config.json").write_text(begun.model_dump_json())
     assert read_config(tmp_path / "config.json") == begun
+
+
+def test_a_silent_recipe_has_a_rank_for_each_gpu() -> None:
+    silent = BARE | {"pools": {"inference_gpus": 4, "training_gpus": 4}}
+    assert as_recipe(silent, "a recipe").training.ranks == 4
+    assert as_recipe(BARE, "a recipe").training.ranks == 1
+    with pytest.raises(Refusal, match="a rank needs one GPU"):
+        as_recipe(silent | {"training": {"ranks": 2}}, "a recipe")

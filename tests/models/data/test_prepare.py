@@ -139,7 +139,7 @@ def test_the_main_writes_the_record_or_one_message(
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     record = SamplesRecord.read(folder.samples)
-    assert f"{record.train_samples} to train on" in ended.stdout
+    assert f"{record.train_samples:,} to train on" in ended.stdout
     assert len(ended.stdout.strip().splitlines()) == 1
 
     # A resumed run: its ledger holds the samples that it began with, and the source may have grown since.

@@ -16,6 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.records.data_path import SamplesRecord
 from infra.refusal import Refusal
 from infra.serving.servers import ServerClient
+from infra.sglang.client import SGLangClient
 from models.benchmark.harness_result import page
 from models.benchmark.served import counts_of, setup_of, watch
 from models.benchmark.standalone import bench
@@ -120,8 +121,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
     run, target, text = overfit(*PRUNED)
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
-    check_served(run, text)
-    check_swap(run, text, tmp_path, monkeypatch)
+    check_served(run, text, worsened(run.folder.export, tmp_path))
     check_bench(run, tmp_path, monkeypatch)
     check_layout(run.folder.export, run)
     check_refusals(run.folder.export, Path(run.target.path), tmp_path)
@@ -133,10 +133,9 @@ def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, tmp_path, mon
     run, target, text = overfit(draft, "training.samples_per_step=2", f"benchmark.lookahead={LOOKAHEAD}")
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     check_decoded(run, target, text)
-    check_served(run, text)
-    if draft in (DFLASH, DFLASH2):
-        check_swap(run, text, tmp_path, monkeypatch)
-    else:
+    swapped = draft in (DFLASH, DFLASH2)
+    check_served(run, text, worsened(run.folder.export, tmp_path) if swapped else None)
+    if not swapped:
         with pytest.raises(Refusal, match="not known to be exact"):
             changed_tensors(run.folder.export, run.folder.export)
     if draft == DSPARK:
@@ -151,46 +150,44 @@ def check_decoded(run: PreparedRun, target: TargetModel, text: list[int]) -> Non
     assert decoded.counts.tokens / decoded.counts.steps >= 0.95 * (LOOKAHEAD + 1)
 
 
-def check_served(run: PreparedRun, text: list[int]) -> None:
-    """The real engine, with its default data type, takes the same steps as the reference decoder in bfloat16."""
+def check_served(run: PreparedRun, text: list[int], worse: Path | None) -> None:
+    """The real engine, with its default data type, takes the same steps as the reference decoder in bfloat16.
+
+    A server whose draft is swapped for a worse one accepts less, and after the swap back what it did.
+    """
     place, export, dtype, prompt = Path(run.target.path), run.folder.export, torch.bfloat16, text[:PROMPT_TOKENS]
     stored = {name: tensor.dtype for name, tensor in load_file(export / "model.safetensors").items()}
     assert {stored[name] for name in stored.keys() - set(MAPS)} == {dtype}
     target = TargetModel.load(place, run.config.target.aux_layer_ids, dtype)
     ours = speculate(target, load_draft(export, place, dtype), prompt, LOOKAHEAD, NEW_TOKENS, frozenset())
     assert ours.counts.tokens / ours.counts.steps >= 0.9 * (LOOKAHEAD + 1)
+    assert list(ours.tokens) == text[PROMPT_TOKENS:]
     sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    with replace(setup_of(run), dtype="auto").serving(export, LOOKAHEAD) as client:
+
+    def counts(client: SGLangClient) -> AcceptedCounts:
         answer = watch(client, prompt, sampling)
-    assert answer.tokens == list(ours.tokens) == text[PROMPT_TOKENS:]
-    assert counts_of(answer, LOOKAHEAD) == ours.counts
+        assert answer.tokens == text[PROMPT_TOKENS:]
+        return counts_of(answer, LOOKAHEAD)
+
+    with replace(setup_of(run), dtype="auto").serving(export, LOOKAHEAD) as client:
+        assert counts(client) == ours.counts
+        if worse:
+            control = ServerClient(client.server.address)
+            control.swap(serialized(changed_tensors(export, worse)), 1, "worse@1")
+            assert counts(client).steps > ours.counts.steps
+            control.swap(serialized(changed_tensors(worse, export)), 1, "draft@2")
+            assert counts(client) == ours.counts
 
 
-def check_swap(run: PreparedRun, text: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that started with worse weights accepts after a swap what the reference decoder does; and back."""
-    place, export, dtype, prompt = Path(run.target.path), run.folder.export, torch.bfloat16, text[:PROMPT_TOKENS]
+def worsened(export: Path, folder: Path) -> Path:
+    """The same draft with noise in its weights."""
     worse = Path(shutil.copytree(export, folder / "worse"))
     tensors, noise = load_file(export / "model.safetensors"), torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.ndim == 2 and "embed" not in name:
             tensor.add_(tensor.float().std() * torch.randn(tensor.shape, generator=noise))
     save_file(tensors, worse / "model.safetensors")
-    target = TargetModel.load(place, run.config.target.aux_layer_ids, dtype)
-    sampling = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
-    counts: list[AcceptedCounts] = []
-    with replace(setup_of(run), dtype="auto").serving(worse, LOOKAHEAD) as client:
-        control = ServerClient(client.server.address)
-        for old, new in [(worse, worse), (worse, export), (export, worse)]:
-            if new != old:
-                control.swap(serialized(changed_tensors(old, new)), 1, f"draft@{len(counts)}")
-            answer = watch(client, prompt, sampling)
-            assert answer.tokens == text[PROMPT_TOKENS:]
-            counts.append(counts_of(answer, LOOKAHEAD))
-    ours = speculate(target, load_draft(export, place, dtype), prompt, LOOKAHEAD, NEW_TOKENS, frozenset())
-    assert counts[1] == ours.counts
-    assert counts[2] == counts[0]
-    assert counts[0].steps > counts[1].steps
+    return worse
 
 
 def check_wrong_layout(run: PreparedRun, text: list[int]) -> None:

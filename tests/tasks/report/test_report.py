@@ -96,7 +96,7 @@ def test_prefect_and_mlflow_show_the_run(
     )
 
     logged = connect(tracking.uri).get_run(tracking.run_id)
-    assert "Acceptance length 3.50" in logged.data.tags[NOTE]
+    assert "Better than every rival" in logged.data.tags[NOTE]
     assert "data:image" not in logged.data.tags[NOTE]
     assert logged.data.tags["gate"] == "passed"
     names = {artifact.path for artifact in connect(tracking.uri).list_artifacts(tracking.run_id)}
@@ -180,6 +180,8 @@ def test_prefect_gets_named_columns(result: BenchmarkResult) -> None:
     assert (one["lookahead"], one["draft, simulated"], one["draft, real decoding"]) == (1, "1.50", "")
     assert (four["lookahead"], four["prompt lookup"]) == (4, "2.10")
     assert all(name and not name.isdigit() for name in one)  # the page breaks without, and sorts by number
+    sampled = acceptance_by_lookahead(result.model_copy(update={"traffic": "sampled"}))
+    assert (sampled[1]["draft, greedy proposals"], sampled[1]["prompt lookup"]) == ("2.50", "1.20")
 
 
 @pytest.mark.parametrize(

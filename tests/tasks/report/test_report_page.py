@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from flows.status_command import describe
 from infra.data_plane.bottleneck import in_words
+from infra.files.atomic import write_atomically
 from infra.ledger.answers import Quarantined
 from infra.records.acceptance import BenchmarkResult, DivergenceRecord, LosslessRecord, RegisteredDraft
 from infra.records.data_path import (
@@ -25,7 +27,9 @@ from infra.records.data_path import (
 )
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
+from tasks.report.meaning import answer
 from tasks.report.page import Link, RunFacts, run_html, run_markdown
+from tasks.report.write import write_files
 from tasks.run import OpenRun
 
 ROOT = Path(__file__).parents[3]
@@ -275,6 +279,7 @@ NGRAM = ("--speculative-algorithm", "NGRAM")
     [
         ({"passed": True, "load": 4}, "Better than every rival", "second of prompt lookup with 4 texts at once"),
         ({"passed": False, "load": None, "margin": 0.3}, "Not promoted", "verification step of prompt lookup"),
+        ({"passed": False, "load": 1, "instead": "no draft"}, "Serve without a draft: the draft", "second of prompt"),
         (
             {"passed": False, "load": 1, "instead": "prompt lookup", "instead_arguments": NGRAM},
             "Serve with prompt lookup instead (--speculative-algorithm NGRAM): the draft gives",
@@ -287,8 +292,34 @@ def test_it_opens_with_the_answer(facts: RunFacts, run: OpenRun, changes: dict[s
     gate = facts.result.gate.model_copy(update=figures | changes)
     shown = page(replace(facts, result=facts.result.model_copy(update={"gate": gate})), run).paragraphs[""][-1]
     assert shown.startswith(said)
-    sure = "on greedy text; at least 1.20 times with 97.5 % confidence."
-    assert shown.endswith(f" 1.50 times the tokens per {what}, {sure}")
+    needed = ", and more than 1.3 times is needed" if "margin" in changes else ""
+    sure = f"on greedy text; at least 1.20 times with 97.5 % confidence{needed}."
+    assert f" 1.50 times the tokens per {what}" in shown
+    assert shown.endswith(sure)
+
+
+def test_status_tells_the_same(facts: RunFacts, run: OpenRun) -> None:
+    facts = replace(facts, result=facts.result.model_copy(update={"traffic": "sampled"}))
+    write_files(run, facts)
+    for record in ("target", "samples", "training", "exported"):
+        getattr(run.folder, record).write_text("{}")
+    write_atomically(run.folder.benchmark, facts.result)
+    told = dict(describe(run.folder, run.config))
+    assert told["draft"] == (
+        "version 3 of draft-tiny (no longer registered), acceptance length 2.50 at lookahead 4 on text sampled at "
+        "temperature 1"
+    )
+    assert told["gate"] == answer(facts.result)
+    assert told["report"] == str(run.folder.report_page)
+
+
+def test_a_draft_that_accepts_more_but_is_slower_is_no_plain_success(facts: RunFacts, run: OpenRun) -> None:
+    assert "predicted to be faster" not in answer(facts.result)
+    found = facts.result.goodput
+    assert found is not None
+    dear = found.model_copy(update={"main_load": 16})
+    said = answer(facts.result.model_copy(update={"goodput": dear}))
+    assert said.endswith(". But with 16 texts at once the target alone is predicted to be faster.")
 
 
 def test_it_opens_with_what_blocks_a_draft_that_is_better(facts: RunFacts, run: OpenRun) -> None:
