@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flows.prefect_server import check_prefect
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _ready_for_flows() -> Iterator[None]:
         logging.getLogger(logger).addFilter(_without_traceback)
     with importing(), prefect_api():
         yield
+    check_prefect()
 
 
 def _refuse_clashes() -> None:
