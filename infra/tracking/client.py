@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -35,6 +36,7 @@ Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
 SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
+OLD = re.compile(r"[012]\.\d+\.[\w.]+")
 CREATION_S = 600.0
 ANSWER_S = 5.0
 REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, BotoCoreError, ClientError, OSError, Refusal)
@@ -93,7 +95,8 @@ def check_answers(uri: str) -> None:
 
 
 def check_admits(uri: str) -> None:
-    """Raise Refusal where a tracking server does not know this user, or something else answers in its place.
+    """Raise Refusal where a tracking server does not know this user or is too old, or where something else answers in
+    its place.
 
     One that is away, or fails, is none of these.
     """
@@ -101,6 +104,7 @@ def check_admits(uri: str) -> None:
         return
     try:
         answer = _get(uri, "/api/2.0/mlflow/registered-models/search", ANSWER_S, max_results=1)
+        version = _get(uri, "/version", ANSWER_S).text
     except (MlflowException, OSError):
         return
     kind = answer.headers.get("Content-Type", "no content type").partition(";")[0]
@@ -113,6 +117,12 @@ def check_admits(uri: str) -> None:
         raise Refusal(
             f"what answers at {public(uri)} is no MLflow server ({answer.status_code}, {kind}): correct tracking.uri "
             "or $MLFLOW_TRACKING_URI, with its path, or set $MLFLOW_TRACKING_TOKEN where a login page stands before it"
+        )
+    # Not every service has this page.
+    if (release := OLD.fullmatch(version.strip())) is not None:
+        raise Refusal(
+            f"MLflow at {public(uri)} is {release[0]}, and a draft is a logged model, which servers have from 3.0 on: "
+            "upgrade it"
         )
 
 

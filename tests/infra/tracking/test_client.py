@@ -55,6 +55,13 @@ class LoginPage(Guarded):
         self.answer(200, "<html>Who are you?</html>", "text/html")
 
 
+class Older(Guarded):
+    """Knows no logged models."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "2.22.5" if self.path == "/version" else "{}", "application/json")
+
+
 class OtherPath(Guarded):
     """A server behind a path, asked without it."""
 
@@ -124,6 +131,7 @@ def test_a_server_without_its_database_is_given_up_soon(monkeypatch: pytest.Monk
     [
         (Guarded, r"does not let this user in .401.*MLFLOW_TRACKING_USERNAME"),
         (LoginPage, r"what answers at .* is no MLflow server .200, text/html.*MLFLOW_TRACKING_TOKEN"),
+        (Older, r"is 2.22.5, and a draft is a logged model, which servers have from 3.0 on"),
         (OtherPath, r"what answers at .* is no MLflow server .404, text/html.*with its path"),
     ],
 )
