@@ -1,6 +1,7 @@
 """The command `draftsmith`. Commands import heavy libraries themselves, so that `--help` is fast."""
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,6 +112,9 @@ def main() -> None:
     from infra.processes.process import ProcessFailedError
 
     reach_loopback_directly()
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a question mark
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         run_main(app)
     except ProcessFailedError as error:

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from flows.prefect_server import check_prefect
 from infra.network.health import public
 from infra.refusal import Refusal
 from infra.settings import prefect_api_url, runs_folder
@@ -78,4 +79,5 @@ def _folder() -> Path:
         raise Refusal(
             "PREFECT_API_URL names no Prefect server: `draftsmith up` starts one; then source runs/.stack/environment"
         )
+    check_prefect()
     return runs_folder() / ".deployments"

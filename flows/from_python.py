@@ -7,11 +7,14 @@ from models.config.recipe import load_recipe
 folder = retrain(load_recipe(Path("recipes/quickstart.yaml")))
 """
 
+import codecs
+import locale
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from flows.prefect_server import check_prefect
 from infra.refusal import Refusal
 
 if TYPE_CHECKING:
@@ -63,12 +66,14 @@ def _ready_for_flows() -> Iterator[None]:
     from infra.settings import reach_loopback_directly, use_heartbeats
 
     _refuse_clashes()
+    _refuse_other_encodings()
     use_heartbeats()
     reach_loopback_directly()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
     with importing(), prefect_api():
         yield
+    check_prefect()
 
 
 def _refuse_clashes() -> None:
@@ -78,6 +83,16 @@ def _refuse_clashes() -> None:
     for finding in clashes(installed()):
         if finding.verdict == "problem":
             raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
+
+
+def _refuse_other_encodings() -> None:
+    """Texts, records and reports are UTF-8, whoever of a run's processes writes or reads them."""
+    encoding = locale.getpreferredencoding(do_setlocale=False)
+    if codecs.lookup(encoding).name != "utf-8":
+        raise Refusal(
+            f"the locale's encoding is {encoding}, and a run's files are in UTF-8: set $PYTHONUTF8 to 1, or $LC_ALL to "
+            "C.UTF-8"
+        )
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:

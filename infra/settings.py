@@ -256,6 +256,16 @@ def prefect_home() -> Path:
     return expanded("$PREFECT_HOME", os.environ.get("PREFECT_HOME", "~/.prefect"))
 
 
+def check_home_folder() -> None:
+    """Raise Refusal where this user has no home folder: Prefect's library does not load then, whatever is set."""
+    try:
+        Path.home()
+    except RuntimeError as error:
+        raise Refusal(
+            "this user has no home folder, and /etc/passwd no entry: set $HOME to a folder of yours"
+        ) from error
+
+
 def prefect_api_url() -> str | None:
     """The Prefect server of flows, from where Prefect's client takes it; None: each flow starts its own.
 

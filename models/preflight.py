@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
+from infra.network.ports import listening_address
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
 from infra.pools.gpus import read_gpus
 from infra.processes.exit import run_main
@@ -58,6 +59,7 @@ def check_settings(run: RunWithTarget) -> None:
     if config.transport.kind == "mooncake":
         check_mooncake()
         choose_protocol(config.transport.protocol)
+        listening_address(config.transport.address)
     check_server(config.ledger.url or run.folder.ledger_url)
     draft = _draft(config, target)
     place = Path(target.path)

@@ -17,5 +17,5 @@ def make_folder(folder: Path) -> None:
             raise
         raise Refusal(
             f"{folder} cannot be created ({error.strerror}): start in a folder that you may write to, or choose others "
-            "by $DRAFTSMITH_RUNS and $DRAFTSMITH_CACHE"
+            "by $DRAFTSMITH_RUNS, $DRAFTSMITH_CACHE and $PREFECT_HOME"
         ) from error

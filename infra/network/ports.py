@@ -81,6 +81,20 @@ def machine_address(setting: str) -> str:
         ) from error
 
 
+def listening_address(setting: str) -> str:
+    """`machine_address` for a server of this machine. Raises Refusal also where no server of it can listen there."""
+    address = machine_address(setting)
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise Refusal(
+                f"transport.address={address} is no IPv4 address of this machine, on which the flow runs ({error}): "
+                "correct it, or set transport.address=auto"
+            ) from error
+    return address
+
+
 def interface_of(address: str) -> str:
     """Name of the network interface with an address of this machine."""
     return next(name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))

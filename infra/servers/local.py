@@ -1,6 +1,7 @@
 """Prefect's and MLflow's servers on loopback, each under a supervisor."""
 
 import atexit
+import os
 import secrets
 import threading
 import time
@@ -9,11 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.files.folders import make_folder
 from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
 from infra.processes.process import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
 from infra.refusal import Refusal
-from infra.settings import prefect_api_url, runs_folder, tracking_uri, unless_set, use_private_prefect_api
+from infra.settings import (
+    check_home_folder,
+    prefect_api_url,
+    prefect_home,
+    runs_folder,
+    tracking_uri,
+    unless_set,
+    use_private_prefect_api,
+)
 
 PREFECT_PORT, MLFLOW_PORT = 4200, 5000
 AUTH_STRING = "PREFECT_API_AUTH_STRING"
@@ -148,6 +158,16 @@ def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None
     return not stop.is_set()
 
 
+def _check_prefect_home() -> None:
+    """Raise Refusal where Prefect's database cannot be made; its server would print a hundred lines."""
+    home = prefect_home()
+    make_folder(home)
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise Refusal(
+            f"Prefect keeps its database in {home}, which is not writable: set $PREFECT_HOME to a folder of yours"
+        )
+
+
 @contextmanager
 def prefect_api() -> Iterator[None]:
     """A Prefect API for this process's flows: the one that is configured, or a private server until the process ends.
@@ -155,9 +175,11 @@ def prefect_api() -> Iterator[None]:
     The server starts while the body runs, which may import Prefect but ask it nothing yet. Prefect's own temporary
     server outlives a process that is killed or told to stop; a supervised one does not.
     """
+    check_home_folder()
     if prefect_api_url() is not None:
         yield
         return
+    _check_prefect_home()
     credential = new_credential()
     # It binds after seconds of loading, when another server could have taken the port.
     with reserved_port() as (port, _):

@@ -2,14 +2,16 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from infra.files.locks import hold
 from infra.files.sqlite_file import is_other_file
-from infra.network.health import within
+from infra.network.health import public, within
 from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.settings import tracking_uri, tracking_variable_kept
@@ -27,12 +29,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.entities.paged_list import PagedList
 from mlflow.utils.credentials import get_default_host_creds
 from mlflow.utils.rest_utils import http_request
+from requests import Response
 from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
 SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
+OLD = re.compile(r"[012]\.\d+\.[\w.]+")
 CREATION_S = 600.0
 ANSWER_S = 5.0
 REGISTRY_ERRORS = (MlflowException, SQLAlchemyError, BotoCoreError, ClientError, OSError, Refusal)
@@ -81,9 +85,45 @@ def _check(uri: str) -> None:
 
 
 def check_answers(uri: str) -> None:
-    """Raise Refusal where a tracking server does not answer; MLflow itself would try for minutes."""
-    if uri.startswith(("http://", "https://")) and (why := why_silent(uri, ANSWER_S)):
-        raise Refusal(f"MLflow at {uri} does not answer ({why}): start it, or {REMEDY}")
+    """Raise Refusal where a tracking server does not answer, for which MLflow itself would try for minutes, or does
+    not let this user in."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    if why := why_silent(uri, ANSWER_S):
+        raise Refusal(f"MLflow at {public(uri)} does not answer ({why}): start it, or {REMEDY}")
+    check_admits(uri)
+
+
+def check_admits(uri: str) -> None:
+    """Raise Refusal where a tracking server does not know this user or is too old, or where something else answers in
+    its place.
+
+    One that is away, or fails, is none of these.
+    """
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        answer = _get(uri, "/api/2.0/mlflow/registered-models/search", ANSWER_S, max_results=1)
+        version = _get(uri, "/version", ANSWER_S).text
+    except (MlflowException, OSError):
+        return
+    kind = answer.headers.get("Content-Type", "no content type").partition(";")[0]
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        raise Refusal(
+            f"MLflow at {public(uri)} does not let this user in (401): set $MLFLOW_TRACKING_USERNAME and "
+            "$MLFLOW_TRACKING_PASSWORD, or $MLFLOW_TRACKING_TOKEN"
+        )
+    if answer.status_code in (HTTPStatus.OK, HTTPStatus.NOT_FOUND) and kind != "application/json":
+        raise Refusal(
+            f"what answers at {public(uri)} is no MLflow server ({answer.status_code}, {kind}): correct tracking.uri "
+            "or $MLFLOW_TRACKING_URI, with its path, or set $MLFLOW_TRACKING_TOKEN where a login page stands before it"
+        )
+    # Not every service has this page.
+    if (release := OLD.fullmatch(version.strip())) is not None:
+        raise Refusal(
+            f"MLflow at {public(uri)} is {release[0]}, and a draft is a logged model, which servers have from 3.0 on: "
+            "upgrade it"
+        )
 
 
 def give_up_soon() -> None:
@@ -101,13 +141,17 @@ def why_silent(uri: str, timeout_s: float) -> str | None:
 
 def _ask(uri: str, timeout_s: float) -> str | None:
     try:
-        answer = http_request(
-            get_default_host_creds(uri), "/health", "GET", timeout=timeout_s, max_retries=0, raise_on_status=False
-        )
+        answer = _get(uri, "/health", timeout_s)
     except (MlflowException, OSError) as error:
         return first_line(error.__context__ if isinstance(error.__context__, OSError) else error)
-    assert answer is not None
     return None if answer.status_code < 500 else f"it answers {answer.status_code} {answer.reason}"
+
+
+def _get(uri: str, path: str, timeout_s: float, **parameters: int) -> Response:
+    credentials, quick = get_default_host_creds(uri), {"max_retries": 0, "raise_on_status": False}
+    answer = http_request(credentials, path, "GET", timeout=timeout_s, params=parameters, **quick)
+    assert answer is not None
+    return answer
 
 
 def first_line(error: BaseException) -> str:

@@ -3,17 +3,19 @@
 from mlflow.exceptions import MlflowException
 
 from infra.refusal import Refusal
-from infra.tracking.client import connect, experiment_id, get_model
+from infra.tracking.client import check_admits, connect, experiment_id, get_model
 from infra.tracking.datasets import datasets_of
 from infra.tracking.registry import DRAFT, MARK
 
 
 def check_writable(uri: str, experiment: str, model: str, *, datasets: bool) -> None:
-    """Raise Refusal where MLflow denies writing an experiment (and with `datasets` that of its data sets) or a model.
+    """Raise Refusal where MLflow does not let this user in, or denies writing an experiment (and with `datasets` that
+    of its data sets) or a model.
 
     Missing experiments are created, and what is written is Draftsmith's mark. A missing registered model is left to be
     created by the registration.
     """
+    check_admits(uri)
     client, setting = connect(uri), "tracking.experiment"
     names = [experiment, *([datasets_of(experiment)] if datasets else [])]
     place = ""

@@ -11,6 +11,7 @@ import fsspec
 from pydantic import ValidationError
 
 from infra.files.atomic import sync_folder
+from infra.files.folders import make_folder
 from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.refusal import Refusal
 from infra.transport.base import (
@@ -29,6 +30,8 @@ from infra.transport.base import (
 
 RECORD = ".json"
 PARTIAL = ".tmp"
+PROBE, CHECK_S = "draftsmith-writable", 5.0
+"""Name of an object that is written to try a store, and how long a store that does not answer is waited for."""
 LASTING = (FileNotFoundError, PermissionError)
 """Errors of a server that answers."""
 Result = TypeVar("Result")
@@ -225,11 +228,13 @@ def local_folder(url: str) -> Path | None:
 
 
 def check_space(where: str, tokens: int, bytes_per_token: int) -> None:
-    """Raise Refusal if hidden states of `tokens` tokens do not fit into a folder of this machine."""
+    """Raise Refusal if hidden states of `tokens` tokens do not fit into a folder of this machine, or if an object
+    store takes nothing from this user."""
     folder = local_folder(where)
     if folder is None:
+        _check_object_store(where)
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     needed = tokens * bytes_per_token
     there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
     if free + there < needed:
@@ -238,3 +243,16 @@ def check_space(where: str, tokens: int, bytes_per_token: int) -> None:
             f"hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them (transport.kind=auto), lower "
             "data.max_samples, or name another transport.folder"
         )
+
+
+def _check_object_store(url: str) -> None:
+    """A small object is written, and stays: not everybody who may write may delete."""
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        StoredTransport(url, CHECK_S).put(PROBE, {"probe": b"1"})
+    except (OSError, ValueError, TransferError, BotoCoreError) as error:  # ValueError: a name that no bucket may have
+        raise Refusal(
+            f"transport.folder: {url} takes no objects ({error}): check the bucket, the right to write, and "
+            "$AWS_ENDPOINT_URL with its credentials"
+        ) from error

@@ -60,6 +60,20 @@ assert not heavy, heavy
     )
 
 
+def test_a_terminal_of_few_characters_is_enough_for_pages_and_not_for_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LANG=en_US without .UTF-8 makes it."""
+    for name, value in (("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0"), ("LC_ALL", "C")):
+        monkeypatch.setenv(name, value)
+    shown = draftsmith(tmp_path, "retrain", "recipes/tiny.yaml", "--plan")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert refusal(tmp_path, "retrain", "recipes/tiny.yaml") == (
+        "error: the locale's encoding is ANSI_X3.4-1968, and a run's files are in UTF-8: set $PYTHONUTF8 to 1, or "
+        "$LC_ALL to C.UTF-8\n"
+    )
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_plan_prints_every_recipe_in_full(tmp_path: Path, recipe: Path) -> None:
     ended = draftsmith(tmp_path, "retrain", str(recipe), "training.learning_rate=0.5", "--plan")

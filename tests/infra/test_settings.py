@@ -22,6 +22,8 @@ def test_a_home_folder_is_only_needed_where_a_variable_is_not_set(monkeypatch: p
     monkeypatch.delenv("DRAFTSMITH_CACHE")
     with pytest.raises(Refusal, match=r"\$DRAFTSMITH_CACHE .* write the folder's whole path"):
         settings.cache_folder()
+    with pytest.raises(Refusal, match=r"no home folder.*set \$HOME"):
+        settings.check_home_folder()
 
 
 def test_a_folder_that_the_database_s_address_cannot_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from infra.config import TransportConfig
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
-from infra.network.ports import machine_address, reserved_port
+from infra.network.ports import listening_address, reserved_port
 from infra.pools.base import Pool
 from infra.processes.exit import run_main
 from infra.processes.keep_running import KeptProcess, OnLine
@@ -59,7 +59,7 @@ def start_store(
     `holders` (default: the same). Raises Refusal for what a person has to correct, ProcessFailedError, TimeoutError.
     """
     check_mooncake()
-    address = machine_address(config.address)
+    address = listening_address(config.address)
     shutil.rmtree(run.store_parts, ignore_errors=True)
     with ExitStack() as stack:
         rpc, web = (stack.enter_context(reserved_port(address))[0] for _ in range(2))

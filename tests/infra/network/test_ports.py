@@ -1,6 +1,7 @@
 """Ports for servers that bind late: never one that somebody listens on or has reserved."""
 
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -82,6 +83,14 @@ def test_the_next_free_port_is_taken_and_said() -> None:
 
 def test_a_machine_s_address_is_the_one_that_is_set() -> None:
     assert ports.machine_address("10.1.2.3") == "10.1.2.3"
+
+
+@pytest.mark.parametrize("foreign", ["192.0.2.1", "::1"])
+def test_a_server_cannot_listen_at_an_address_of_another_machine(foreign: str) -> None:
+    assert ports.listening_address("127.0.0.1") == "127.0.0.1"
+    assert ports.listening_address("localhost") == "localhost"
+    with pytest.raises(ValueError, match=rf"transport.address={re.escape(foreign)} is no IPv4 address of this machine"):
+        ports.listening_address(foreign)
 
 
 ALONE = """

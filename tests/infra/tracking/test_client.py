@@ -13,6 +13,7 @@ import pytest
 from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, give_up_soon
+from infra.tracking.permissions import check_writable
 from infra.tracking.registry import find_version
 from tests.certificates import self_signed
 
@@ -21,8 +22,15 @@ class Guarded(BaseHTTPRequestHandler):
     """Answers those who bring a credential."""
 
     def do_GET(self) -> None:
-        self.send_response(200 if self.headers.get("Authorization") else 401)
+        open_to_all = self.path.endswith("/health")
+        self.answer(200 if open_to_all or self.headers.get("Authorization") else 401, "{}", "application/json")
+
+    def answer(self, status: int, body: str, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body.encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""
@@ -38,6 +46,27 @@ class Broken(Guarded):
             Broken.asked += 1
         self.send_response(200 if self.path == "/health" else 500)
         self.end_headers()
+
+
+class LoginPage(Guarded):
+    """What a proxy with a login shows to programs."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "<html>Who are you?</html>", "text/html")
+
+
+class Older(Guarded):
+    """Knows no logged models."""
+
+    def do_GET(self) -> None:
+        self.answer(200, "2.22.5" if self.path == "/version" else "{}", "application/json")
+
+
+class OtherPath(Guarded):
+    """A server behind a path, asked without it."""
+
+    def do_GET(self) -> None:
+        self.answer(200 if self.path == "/health" else 404, "<html>Not Found</html>", "text/html")
 
 
 @contextmanager
@@ -91,6 +120,28 @@ def test_a_server_without_its_database_is_given_up_soon(monkeypatch: pytest.Monk
     give_up_soon()
     with guarded_server(answers=Broken) as place:
         check_answers(f"http://{place}")
+        Broken.asked = 0
         with pytest.raises(REGISTRY_ERRORS):
             find_version(f"http://{place}", "draft", 1)
     assert Broken.asked <= 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "why"),
+    [
+        (Guarded, r"does not let this user in .401.*MLFLOW_TRACKING_USERNAME"),
+        (LoginPage, r"what answers at .* is no MLflow server .200, text/html.*MLFLOW_TRACKING_TOKEN"),
+        (Older, r"is 2.22.5, and a draft is a logged model, which servers have from 3.0 on"),
+        (OtherPath, r"what answers at .* is no MLflow server .404, text/html.*with its path"),
+    ],
+)
+def test_a_server_that_does_not_let_in_is_refused_at_once(
+    answers: type[Guarded], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("USERNAME", "PASSWORD", "TOKEN"):
+        monkeypatch.delenv(f"MLFLOW_TRACKING_{name}", raising=False)
+    with guarded_server(answers=answers) as place:
+        with pytest.raises(Refusal, match=why):
+            check_answers(f"http://{place}")
+        with pytest.raises(Refusal, match=why):
+            check_writable(f"http://{place}", "draftsmith", "draft-x", datasets=True)

@@ -14,9 +14,10 @@ import pytest
 from infra import waiting
 from infra.config import TransportConfig
 from infra.processes.process import Owner
+from infra.refusal import Refusal
 from infra.servers.s3 import S3Server
 from infra.transport.base import StoreUnavailableError, TransferError
-from infra.transport.files import StoredTransport, local_folder
+from infra.transport.files import StoredTransport, check_space, local_folder
 
 NAME = "0123abcd"
 DATA = {"aux": b"0123456789", "last": b"abc"}
@@ -132,6 +133,23 @@ def s3_server(public_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     yield server
     server.stop()
     fsspec.filesystem("s3").clear_instance_cache()
+
+
+def test_a_store_that_takes_nothing_is_refused_before_anything_is_captured(
+    s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_space(f"{s3_bucket}/kept", tokens=100, bytes_per_token=10)
+    with pytest.raises(Refusal, match=r"transport.folder: s3://nobodys-bucket-\?/kept takes no objects"):
+        check_space("s3://nobodys-bucket-?/kept", tokens=100, bytes_per_token=10)
+    monkeypatch.setattr("infra.transport.files.CHECK_S", 0.0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(Refusal, match=r"takes no objects .*does not answer.*AWS_ENDPOINT_URL"):
+        check_space(f"{s3_bucket}/kept", tokens=100, bytes_per_token=10)
+    fsspec.filesystem("s3").clear_instance_cache()
+    with pytest.raises(Refusal, match="/sys/kept cannot be created"):
+        check_space("/sys/kept", tokens=100, bytes_per_token=10)
 
 
 def test_a_server_that_is_away_is_waited_for_and_damages_nothing(
