@@ -196,7 +196,7 @@ def rehearse(gpus: int, folder: Path, server: PostgresServer, capacity: float) -
         "ledger_bears_samples_per_s": round(capacity), "load": {name: round(value, 4) for name, value in load.items()},
         "first_limit": first,
         "most_held_gib": round(most["held"] / SCALED_BYTES * TOKEN_BYTES / 2**30, 1),
-        "budget_gib": round(transport.budget_mib / SCALED_BYTES * TOKEN_BYTES / 2**10, 1),
+        "budget_gib": round(run.sharing.budget_bytes / SCALED_BYTES * TOKEN_BYTES / 2**30, 1),
         "seconds": {name: round(value, 2) for name, value in told["spent"].items()},
     }  # fmt: skip
 

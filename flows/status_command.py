@@ -195,16 +195,18 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterat
         return
     counts = ", ".join(f"{getattr(states, state):,} {state}" for state in STATES if getattr(states, state))
     yield "samples", f"{_bar(states)} {states.total:,}: {counts}"
-    budget_mib = config.transport.budget_mib
+    from infra.transport.budget import budget_of
+
+    budget = budget_of(config.transport, folder)
     if folder.sharing.is_file():
         from infra.ledger.rounds import trainer_has_turn
         from infra.records.sharing import read_sharing
 
         sharing = read_sharing(folder)
-        budget_mib = sharing.budget_bytes / 2**20
+        budget = sharing.budget_bytes
         if sharing.mode == "alternate":
             yield "turn", "training" if trainer_has_turn(ledger) else "capture"
-    yield "on their way", f"{states.bytes_held / 2**20:.0f} of {budget_mib:.0f} MiB between capture and training"
+    yield "on their way", f"{states.bytes_held / 2**20:.0f} of {budget / 2**20:.0f} MiB between capture and training"
     if states.attempts:
         yield "failures", plural(states.attempts, "capture failure")
     bad = ledger.quarantined()

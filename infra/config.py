@@ -150,11 +150,12 @@ class TransportConfig(StrictConfig):
         "sample. `auto`: the arena if enough shared memory is free. `mooncake`: between machines, by RDMA or TCP. "
         "`stored`: hidden states are captured once and kept in `folder`.",
     )
-    budget_mib: int = Field(
-        default=512,
+    budget_mib: int | None = Field(
+        default=None,
         ge=1,
         le=2**26,
-        description="Most MiB held between capture and training. Mooncake divides them among the trainer's machines.",
+        description="Most MiB held between capture and training. Mooncake divides them among the trainer's machines. "
+        "Default: what the samples in flight may need, at least 512.",
     )
     round_mib: int | None = Field(
         default=None,

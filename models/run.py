@@ -11,6 +11,7 @@ from infra.records.data_path import SampleSlot, SamplesRecord, TargetRecord
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.transport.base import Transport
+from infra.transport.budget import memory_budget
 from infra.transport.choice import open_transport
 from models.config.recipe import RunConfig, read_config
 from models.data.sample_set import SampleSet, Split
@@ -60,7 +61,7 @@ class PreparedRun(RunWithTarget):
         """How generators and trainer share devices; two pools where no flow has decided."""
         if self.folder.sharing.is_file():
             return Sharing.read(self.folder.sharing)
-        return Sharing(mode="apart", why="", budget_bytes=self.config.transport.budget_mib * 2**20)
+        return Sharing(mode="apart", why="", budget_bytes=memory_budget(self.config.transport, 0))
 
     def open_samples(self, split: Split = "train") -> SampleSet:
         return SampleSet.open(Path(self.samples.path), split)

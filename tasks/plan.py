@@ -56,7 +56,8 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
     if mode == "alternate":
         job = plan.job
         epoch_bytes = job.samples * job.mean_tokens * job.bytes_per_token
-        size = max(1, round_bytes(config.transport, runs_folder(), epoch_bytes, kept_checkpoints(config, plan)))
+        kept = kept_checkpoints(config, plan)
+        size = max(1, round_bytes(config.transport, runs_folder(), epoch_bytes, kept, plan.store_bytes))
         changes |= {"budget_bytes": size, "rounds": job.epochs * -(-epoch_bytes // size)}
     return make_plan(plan.job.model_copy(update=changes))
 
@@ -131,7 +132,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         samples_per_step=min(training.samples_per_step, num_samples),
         micro_batches=training.micro_batches,
         generator_slots=generator.slots,
-        budget_bytes=config.transport.budget_mib * 2**20,
+        budget_bytes=budget_mib * 2**20 if (budget_mib := config.transport.budget_mib) else None,
         link_bytes_per_s=_link(config, inference + train),
         store_machines=config.pools.training_machines,
         memory_bytes=device.memory_bytes or own_memory,

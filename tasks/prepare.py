@@ -5,7 +5,7 @@ from prefect.artifacts import create_markdown_artifact
 
 from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
-from infra.ledger.planning import check_budget
+from infra.ledger.planning import InFlight, check_budget
 from infra.markdown import escaped
 from infra.planner.memory import cache_tokens
 from infra.planner.page import headline, plan_page, verdicts
@@ -20,7 +20,8 @@ from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetReco
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
-from infra.transport.choice import round_bytes
+from infra.transport.budget import memory_budget
+from infra.transport.choice import IN_MEMORY, round_bytes, shortage
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
@@ -103,18 +104,22 @@ def refuse_small_stores(config: RunConfig, target: TargetRecord, samples: Sample
     settings, bytes_per_token = config.transport, _bytes_per_token(config, target)
     in_turns = sharing.mode == "alternate"
     if not in_turns or sharing.budget_bytes < samples.train_tokens * bytes_per_token:  # else a round is an epoch
-        check_budget(
-            budget_bytes=sharing.budget_bytes,
-            bytes_per_token=bytes_per_token,
-            longest_sample_tokens=samples.longest,
-            samples_per_step=min(config.training.samples_per_step, samples.train_samples),
-            ranks=config.training.data_parallel_size,
-            prefetch_steps=config.training.prefetch_steps,
-            generator_slots=config.generator.slots,
-            setting="transport.round_mib" if in_turns else "transport.budget_mib",
-        )
+        setting = "transport.round_mib" if in_turns else "transport.budget_mib"
+        check_budget(sharing.budget_bytes, in_flight(config, target, samples), setting)
     if settings.kind == "stored" and settings.folder:
         check_space(settings.folder, samples.train_tokens, bytes_per_token)
+
+
+def in_flight(config: RunConfig, target: TargetRecord, samples: SamplesRecord) -> InFlight:
+    """What is between capture and training of this run at most."""
+    return InFlight(
+        bytes_per_token=_bytes_per_token(config, target),
+        longest_sample_tokens=samples.longest,
+        samples_per_step=min(config.training.samples_per_step, samples.train_samples),
+        ranks=config.training.data_parallel_size,
+        prefetch_steps=config.training.prefetch_steps,
+        generator_slots=config.generator.slots,
+    )
 
 
 def _bytes_per_token(config: RunConfig, target: TargetRecord) -> int:
@@ -140,10 +145,14 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
         _show_plan(run, plan)
     if warning := warm_up_warning(config, samples):
         get_run_logger().warning(warning)
-    sharing = decide_sharing(config, run.folder, plan, samples.train_tokens * _bytes_per_token(config, target))
+    epoch_bytes = samples.train_tokens * _bytes_per_token(config, target)
+    sharing = decide_sharing(config, run.folder, plan, epoch_bytes, in_flight(config, target, samples).nbytes)
     refuse_small_stores(config, target, samples, sharing)
     write_atomically(run.folder.sharing, sharing)
     get_run_logger().info("generators and trainer: %s (%s)", sharing.mode, sharing.why)
+    if sharing.on_disk and sharing.mode != "alternate":
+        why = shortage(config.transport, sharing.budget_bytes)
+        get_run_logger().info("objects are kept in %s, which is slower than shared memory: %s", run.folder.path, why)
 
 
 def warm_up_warning(config: RunConfig, samples: SamplesRecord) -> str:
@@ -157,7 +166,9 @@ def warm_up_warning(config: RunConfig, samples: SamplesRecord) -> str:
     )
 
 
-def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int) -> Sharing:
+def decide_sharing(
+    config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int, flight_bytes: int
+) -> Sharing:
     """How the run's processes share the devices. A resumed run keeps the budget that its ledger knows."""
     if config.generator.live:
         mode, why = "apart", "generators stand beside servers that have users"
@@ -165,15 +176,20 @@ def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoc
         mode, why = choose_sharing(config.pools, config.plan.gpus or 0, None)
     else:
         mode, why = plan.job.sharing, plan.job.sharing_why
+    transport = config.transport
     if folder.sharing.is_file():
-        budget = Sharing.read(folder.sharing).budget_bytes
+        kept = Sharing.read(folder.sharing)
+        budget, on_disk = kept.budget_bytes, kept.on_disk
     elif mode == "alternate":
         checkpoints = kept_checkpoints(config, plan) if plan else 0
-        budget = max(1, round_bytes(config.transport, folder.path, epoch_bytes, checkpoints))
+        budget = max(1, round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes))
+        on_disk = transport.kind not in IN_MEMORY
     else:
-        budget = config.transport.budget_mib * 2**20
+        budget = memory_budget(transport, flight_bytes)
+        elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
+        on_disk = transport.budget_mib is None and not elsewhere and bool(shortage(transport, budget))
     if mode != "share":
-        return Sharing(mode=mode, why=why, budget_bytes=budget)
+        return Sharing(mode=mode, why=why, budget_bytes=budget, on_disk=on_disk)
     if plan is None:
         raise Refusal("pools.sharing=share needs a plan, and there is none: set pools.sharing=alternate")
     if obstacles := refusals(plan):
@@ -183,6 +199,7 @@ def decide_sharing(config: RunConfig, folder: RunFolder, plan: Plan | None, epoc
         mode=mode,
         why=why,
         budget_bytes=budget,
+        on_disk=on_disk,
         generator_bytes=job.generator_bytes,
         static_bytes=job.static_bytes,
         cache_tokens=cache_tokens(job.longest_tokens),

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 
-from infra.config import TransportConfig
 from infra.doctor.finding import Finding, judge
 from infra.ledger.database import refuse_network_file_system
 from infra.pools.local import cores as visible_cores
 from infra.quantities import byte_size
 from infra.refusal import Refusal
+from infra.transport.budget import LEAST_BUDGET
 
 PYTHONS = ((3, 11), (3, 13))
 GIB = 2**30
@@ -69,7 +69,7 @@ def open_files(limit: int | None = None) -> Finding:
     return judge(f"{shown} for each process", note=not unlimited and soft < FEW_FILES)
 
 
-def shared_memory(folder: Path, budget_mib: int = TransportConfig().budget_mib) -> Finding:
+def shared_memory(folder: Path, budget_mib: int = LEAST_BUDGET >> 20) -> Finding:
     """Whether hidden states fit into shared memory, as infra/transport/choice.py will decide."""
     if not folder.is_dir():
         return judge(f"{folder} does not exist", note=True)

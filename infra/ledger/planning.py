@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from infra.planner.traffic import samples_in_flight
 from infra.records.data_path import SampleSlot
@@ -26,36 +27,45 @@ def balance(tokens: Sequence[int], ranks: int, micro_batches: int) -> list[tuple
     return assigned
 
 
-def check_budget(
-    *,
-    budget_bytes: int,
-    bytes_per_token: int,
-    longest_sample_tokens: int,
-    samples_per_step: int,
-    ranks: int,
-    prefetch_steps: int,
-    generator_slots: int,
-    setting: str = "transport.budget_mib",
-) -> None:
+class InFlight(NamedTuple):
+    """What is between capture and training at most.
+
+    Every rank holds one step and `prefetch_steps` more; `generator_slots` is generators x samples leased and in flight.
+    """
+
+    bytes_per_token: int
+    longest_sample_tokens: int
+    samples_per_step: int
+    ranks: int
+    prefetch_steps: int
+    generator_slots: int
+
+    @property
+    def samples(self) -> int:
+        return samples_in_flight(self.samples_per_step, self.ranks, self.prefetch_steps, self.generator_slots)
+
+    @property
+    def nbytes(self) -> int:
+        """With each sample as long as the longest."""
+        return self.samples * self.longest_sample_tokens * self.bytes_per_token
+
+
+def check_budget(budget_bytes: int, needs: InFlight, setting: str = "transport.budget_mib") -> None:
     """Refuse a budget, given by `setting`, that could stall the run; Refusal carries the numbers.
 
-    `generator_slots` is generators x samples leased and in flight. Every rank holds one step and `prefetch_steps`
-    more, so the budget must hold longest sample x (samples of a step, at least one per rank, x (prefetch + 1) +
-    generator slots).
-    That includes what progress needs in either order: that any one step fits whole (infra.ledger.generators).
+    What is in flight includes what progress needs in either order: that any one step fits whole
+    (infra.ledger.generators).
     """
-    longest = longest_sample_tokens * bytes_per_token
-    in_flight = samples_in_flight(samples_per_step, ranks, prefetch_steps, generator_slots)
-    needed = longest * in_flight
-    if budget_bytes >= needed:
+    if budget_bytes >= needs.nbytes:
         return
     raise Refusal(
-        f"the transport's budget of {_mib(budget_bytes)} is too small: the longest sample has {longest_sample_tokens} "
-        f"tokens x {bytes_per_token} bytes = {_mib(longest)}, and up to {in_flight} samples are in flight "
-        f"({max(ranks, samples_per_step)} per step x {prefetch_steps + 1} steps + {generator_slots} being captured), "
-        f"which is {_mib(needed)}. Set {setting}={-(-needed // 2**20)} or more, or lower data.max_tokens, "
-        "training.samples_per_step, training.prefetch_steps, generator.lease_samples or "
-        "generator.sglang.requests_in_flight"
+        f"the transport's budget of {_mib(budget_bytes)} is too small: the longest sample has "
+        f"{needs.longest_sample_tokens} tokens x {needs.bytes_per_token} bytes = "
+        f"{_mib(needs.longest_sample_tokens * needs.bytes_per_token)}, and up to {needs.samples} samples are in flight "
+        f"({max(needs.ranks, needs.samples_per_step)} per step x {needs.prefetch_steps + 1} steps + "
+        f"{needs.generator_slots} being captured), which is {_mib(needs.nbytes)}. Set "
+        f"{setting}={-(-needs.nbytes // 2**20)} or more, or lower data.max_tokens, training.samples_per_step, "
+        "training.prefetch_steps, generator.lease_samples or generator.sglang.requests_in_flight"
     )
 
 

@@ -65,7 +65,8 @@ class Job(Record):
     samples_per_step: int
     micro_batches: int
     generator_slots: int
-    budget_bytes: int
+    budget_bytes: int | None
+    """Of the store; None: as much as the samples in flight need."""
     link_bytes_per_s: float | None
     """Bandwidth of a machine's network if hidden states cross it; None if they stay on one machine."""
     store_machines: int = 1

@@ -57,11 +57,12 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
         yield _too_much_memory(plan)
     if job.host_bytes and _host_needs(plan) > job.host_bytes * HOST_SHARE:
         yield _too_much_of_the_host(plan)
-    if plan.store_bytes > job.budget_bytes and (not job.rounds or job.rounds > job.epochs):
+    budget = plan.store_bytes if job.budget_bytes is None else job.budget_bytes
+    if plan.store_bytes > budget and (not job.rounds or job.rounds > job.epochs):
         setting = "transport.round_mib" if job.rounds else "transport.budget_mib"
         yield PlanObstacle(
             problem=f"the store must hold {plan.store_bytes / 2**20:,.0f} MiB (samples in flight, each as long as the "
-            f"longest), and {setting} allows {job.budget_bytes / 2**20:,.0f}",
+            f"longest), and {setting} allows {budget / 2**20:,.0f}",
             overrides=(f"{setting}={-(-plan.store_bytes // 2**20)}",),
             otherwise="shorter samples (data.max_tokens), or fewer in hand (training.prefetch_steps, "
             "generator.lease_samples, training.samples_per_step)",
@@ -88,7 +89,7 @@ def _power_of_two(least: int) -> int:
 def _host_needs(plan: Plan) -> int:
     """Host memory for samples: pinned memory of all ranks, and the store, unless it consists of files."""
     job = plan.job
-    stored = 0 if job.rounds else min(plan.store_bytes, job.budget_bytes)
+    stored = 0 if job.rounds else min(plan.store_bytes, job.budget_bytes or plan.store_bytes)
     return job.pinned_bytes * job.ranks * job.setting.context + stored
 
 

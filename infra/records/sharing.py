@@ -16,6 +16,10 @@ class Sharing(Record):
     why: str
     budget_bytes: int
     """Most bytes of hidden states at once: between capture and training, or of a round."""
+    on_disk: bool = False
+    """Whether they lie in the run folder: rounds, which must survive the flow, or what shared memory has no room for.
+
+    A run's ledger keeps its budget, so rounds stay there also where the run is resumed with two pools."""
     generator_bytes: int | None = None
     """Memory of each shared GPU that a generator may use, with `share`."""
     static_bytes: int | None = None

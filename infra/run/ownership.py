@@ -11,6 +11,7 @@ from infra.processes.process import Owner
 from infra.records.sharing import alternates
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
+from infra.transport.budget import budget_of
 from infra.transport.choice import objects_folder, shortage
 
 LAST_PROCESSES_S = 60.0
@@ -54,7 +55,8 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
             folders = []
             objects = objects_folder(transport, folder).parent
             if objects == folder.path and transport.kind != "stored" and not alternates(folder):
-                say(f"objects are kept in {objects}, which is slower than shared memory: {shortage(transport)}")
+                why = shortage(transport, budget_of(transport, folder))
+                say(f"objects are kept in {objects}, which is slower than shared memory: {why}")
             if objects != folder.path:
                 locks.append(stack.enter_context(own_folder(objects)))
                 folders.append(objects)

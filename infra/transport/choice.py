@@ -13,10 +13,12 @@ from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import CANARY, Transport
+from infra.transport.budget import budget_of, memory_budget
 from infra.transport.files import FileTransport, StoredTransport
 from infra.transport.mooncake.environment import store_bytes
 from infra.transport.mooncake.transport import MooncakeTransport
 
+IN_MEMORY = ("arena", "mooncake")
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
 SPARE = 16 * 2**20
@@ -35,10 +37,10 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     folder exists keeps it. Raises Refusal where kind=arena leaves no choice and nothing fits.
     """
     own = config.folder is not None and config.kind != "stored"
-    if not own and config.kind in ("auto", "files") and _has_rounds(config, run):
+    if not own and run.sharing.is_file() and read_sharing(run).on_disk:
         return run.path / "objects"
     place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
-    if not place.is_dir() and (problem := shortage(config)):
+    if not place.is_dir() and (problem := shortage(config, budget_of(config, run))):
         if config.kind == "arena":
             raise Refusal(f"transport.kind=arena does not fit: {problem}")
         if not own:
@@ -46,24 +48,13 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     return place / "objects"
 
 
-def _has_rounds(config: TransportConfig, run: RunFolder) -> bool:
-    """Whether rounds are captured, larger than memory, which must survive the flow; or were when the run began.
-
-    Its ledger keeps the budget of a round, also where the run is resumed with two pools.
-    """
-    if not run.sharing.is_file():
-        return False
-    sharing = read_sharing(run)
-    return sharing.mode == "alternate" or sharing.budget_bytes > config.budget_mib * 2**20
-
-
-def shortage(config: TransportConfig) -> str:
-    """The missing space for a run's objects, and the remedy; empty if there is enough."""
+def shortage(config: TransportConfig, budget: int) -> str:
+    """The missing space for a run's objects of `budget` bytes, and the remedy; empty if there is enough."""
     memory = Path(config.folder) if config.folder and config.kind != "stored" else shared_memory_folder()
     there = next((path for path in (memory, *memory.absolute().parents) if path.is_dir()), None)
     if there is None or (config.folder is None and there != memory):
         return f"{memory} does not exist: set transport.folder, or transport.kind=auto to use the run folder"
-    room, wanted = os.statvfs(there), _object_bytes(config) + SPARE
+    room, wanted = os.statvfs(there), _object_bytes(config, budget) + SPARE
     free = room.f_frsize * room.f_bavail
     if free >= wanted:
         return ""
@@ -73,19 +64,20 @@ def shortage(config: TransportConfig) -> str:
     )
 
 
-def _object_bytes(config: TransportConfig) -> int:
+def _object_bytes(config: TransportConfig, budget: int) -> int:
     """Bytes that a run's objects take at most."""
-    return store_bytes(config) if config.kind == "mooncake" else config.budget_mib * 2**20 + BEYOND_BUDGET
+    return store_bytes(budget) if config.kind == "mooncake" else budget + BEYOND_BUDGET
 
 
-def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoints: int) -> int:
+def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoints: int, needed: int) -> int:
     """Bytes of a round of capture and training in turns (pools.sharing=alternate).
 
     Files take a whole epoch, or half of what is free in their folder, by default that of the run `run`, besides
-    `checkpoints` bytes. Raises Refusal for a round that the disk has no room for.
+    `checkpoints` bytes. Memory has the budget of samples in flight, which may need `needed`. Raises Refusal for a round
+    that the disk has no room for.
     """
-    if config.kind in ("arena", "mooncake"):
-        return config.budget_mib * 2**20
+    if config.kind in IN_MEMORY:
+        return memory_budget(config, needed)
     wanted = epoch_bytes if config.round_mib is None else min(epoch_bytes, config.round_mib * 2**20)
     if config.kind == "stored":
         return wanted  # stored objects stay, so all must fit anyway
@@ -108,7 +100,7 @@ def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
         return MooncakeTransport(StoreRecord.read(run.store))
     folder = objects_folder(config, run)
     if config.kind == "arena" or (config.kind == "auto" and folder.is_relative_to(run_memory_folder(run))):
-        return ArenaTransport(folder, _object_bytes(config))
+        return ArenaTransport(folder, _object_bytes(config, budget_of(config, run)))
     return FileTransport(folder)
 
 

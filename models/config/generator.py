@@ -17,10 +17,15 @@ class GeneratorConfig(StrictConfig):
     engine: Literal["transformers", "sglang", "serving"] = Field(
         default="transformers",
         description="What runs the target; `sglang`: one server per generator; `serving`: the servers of "
-        "generator.live, which serve users and hand over a share of what they were asked.",
+        "generator.live, which serve users and hand over a share of what they were asked. A recipe file that is silent "
+        "has `sglang` where it has `pools.inference_gpus`.",
     )
     live: LiveConfig | None = Field(default=None, description="Settings of engine=serving.")
-    count: Count = Field(default=1, description="Generator processes per run.")
+    count: Count = Field(
+        default=1,
+        description="Generator processes per run, among which `pools.inference_gpus` are divided. A recipe file with "
+        "engine=transformers may leave it to them: one on each.",
+    )
     max_count: Count | None = Field(
         default=None,
         description="Generators are added up to this number while inference is the bottleneck, each on its own "

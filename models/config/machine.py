@@ -45,10 +45,18 @@ def with_fast_arithmetic(tree: Tree, cpuinfo: Path = CPUINFO) -> Tree:
     return tree
 
 
-def with_a_rank_per_gpu(tree: Tree) -> Tree:
-    """A recipe's tree with as many trainer ranks as GPUs for training, where it is silent about ranks."""
-    pools, training = tree.get("pools") or {}, tree.get("training") or {}
-    if not isinstance(pools, dict) or not isinstance(training, dict) or training.get("ranks") is not None:
-        return tree
-    gpus = pools.get("training_gpus")
-    return tree | {"training": training | {"ranks": gpus}} if gpus else tree
+def with_all_gpus_used(tree: Tree) -> Tree:
+    """A recipe's tree with a trainer rank for each GPU that trains, and for those that capture SGLang, or a generator
+    in transformers for each, where it is silent about these."""
+    pools = tree.get("pools") or {}
+    sections = {name: tree.get(name) or {} for name in ("training", "generator")}
+    if not all(isinstance(section, dict) for section in (pools, *sections.values())):
+        return tree  # which is refused later
+    if (gpus := pools.get("training_gpus")) and sections["training"].get("ranks") is None:
+        sections["training"] = sections["training"] | {"ranks": gpus}
+    generator = sections["generator"]
+    if (gpus := pools.get("inference_gpus")) and not generator.get("live"):
+        engine = generator.get("engine") or "sglang"
+        alone = {"count": gpus} if engine == "transformers" and generator.get("count") is None else {}
+        sections["generator"] = generator | {"engine": engine} | alone
+    return tree | {name: section for name, section in sections.items() if section}

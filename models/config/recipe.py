@@ -20,7 +20,7 @@ from models.config.benchmark import BenchmarkConfig, PromotionConfig
 from models.config.data import LIVE, DataConfig
 from models.config.draft import METHODS, DraftConfig
 from models.config.generator import GeneratorConfig
-from models.config.machine import with_a_rank_per_gpu, with_fast_arithmetic
+from models.config.machine import with_all_gpus_used, with_fast_arithmetic
 from models.config.several_machines import check_machines
 from models.config.target import TargetConfig
 from models.config.target_settings import completed
@@ -251,7 +251,7 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 def as_recipe(tree: dict[str, Any], place: str) -> RunConfig:
     """The recipe with what it leaves to target and devices. Raises Refusal, naming `place`, if it is not valid."""
-    return _validated(with_fast_arithmetic(with_a_rank_per_gpu(completed(tree))), place)
+    return _validated(with_fast_arithmetic(with_all_gpus_used(completed(tree))), place)
 
 
 def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:

@@ -50,7 +50,7 @@ def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "used", "note"),
     [
-        (["pools.inference_gpus=2"], 1, "a generator leases 2 GPUs and uses one"),
+        (["pools.inference_gpus=2", "generator.count=1"], 1, "a generator leases 2 GPUs and uses one"),
         (["pools.inference_gpus=2", "generator.engine=sglang"], 2, ""),
         (["pools.inference_gpus=4", "generator.engine=sglang", "generator.count=2"], 2, ""),
     ],

@@ -18,7 +18,8 @@ from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
 from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
-from infra.transport.choice import objects_folder
+from infra.transport.choice import objects_folder, open_transport, run_memory_folder
+from infra.transport.files import FileTransport
 from models.config.recipe import load_recipe
 from tasks.plan import checked_plan, on_this_machine, plan_recipe
 from tasks.pools import leased_specs
@@ -151,7 +152,7 @@ def test_what_cannot_be_shared_is_refused_with_a_choice_that_works(machine: Mach
     (obstacle,) = refusals(plan)
     assert obstacle.overrides == ("pools.sharing=alternate",)
     with pytest.raises(Refusal, match=r"cannot share a GPU:\n.*nearest possible recipe: pools\.sharing=alternate"):
-        decide_sharing(together, RunFolder(tmp_path), plan, EPOCH)
+        decide_sharing(together, RunFolder(tmp_path), plan, EPOCH, 0)
     with pytest.raises(Refusal, match=r"pools\.sharing=share is for the GPUs of one machine"):
         load_recipe(recipe, ["pools.sharing=share", "pools.kind=slurm", "transport.kind=mooncake"])
     with pytest.raises(Refusal, match="divides the memory of GPUs"):
@@ -168,13 +169,13 @@ def test_memory_is_divided_between_generator_and_trainer(machine: Machine, tmp_p
     machine("NVIDIA H100 80GB HBM3", 1, 80)
     config = on_this_machine(load_recipe(ONE))
     plan = plan_recipe(config)
-    sharing = decide_sharing(config, RunFolder(tmp_path), plan, EPOCH)
+    sharing = decide_sharing(config, RunFolder(tmp_path), plan, EPOCH, 2**30)
     assert sharing.generator_bytes is not None
     assert sharing.trainer_bytes is not None
     assert sharing.generator_bytes + sharing.trainer_bytes == 80 * 2**30
     assert sharing.generator_bytes > plan.target_bytes
     assert sharing.trainer_bytes > plan.memory.total
-    assert sharing.budget_bytes == config.transport.budget_mib * 2**20
+    assert sharing.budget_bytes == 2**30
 
 
 def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
@@ -183,20 +184,45 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     config = load_recipe(ONE, ["pools.sharing=alternate"])
     folder = RunFolder(tmp_path)
-    assert decide_sharing(config, folder, None, EPOCH).budget_bytes == 2 * 2**30
-    assert decide_sharing(config, folder, None, 2**30).budget_bytes == 2**30
+    assert decide_sharing(config, folder, None, EPOCH, 0).budget_bytes == 2 * 2**30
+    assert decide_sharing(config, folder, None, 2**30, 0).budget_bytes == 2**30
     checkpoints = 4 * plan_recipe(config).checkpoint_bytes  # two are kept, one is written, and the export
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30 + checkpoints))
-    assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 2 * 2**30
+    assert decide_sharing(config, folder, plan_recipe(config), EPOCH, 0).budget_bytes == 2 * 2**30
     given = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=3072"])
-    sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH)
+    sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH, 0)
     assert sharing.budget_bytes == 3 * 2**30
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30))
     too_much = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=5120"])
     with pytest.raises(Refusal, match=r"round_mib=5120: .* has 4096 MiB free"):
-        decide_sharing(too_much, folder, None, EPOCH)
+        decide_sharing(too_much, folder, None, EPOCH, 0)
     folder.sharing.write_text(sharing.model_dump_json())
-    assert decide_sharing(config, folder, plan_recipe(config), EPOCH).budget_bytes == 3 * 2**30
+    assert decide_sharing(config, folder, plan_recipe(config), EPOCH, 0).budget_bytes == 3 * 2**30
+
+
+def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memory_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared memory has room for the usual budget, and not for this target's samples."""
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    blocks = SimpleNamespace(f_frsize=2**20, f_bavail=2 * 1024)
+    monkeypatch.setattr("os.statvfs", lambda _path: blocks)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    config = load_recipe(RECIPES / "tiny.yaml", ["transport.budget_mib=null"])
+    assert decide_sharing(config, run, None, EPOCH, 2**20) == Sharing(
+        mode="apart", why="no GPUs to share", budget_bytes=512 * 2**20
+    )
+    run_memory_folder(run).mkdir()  # its owner took it before the target was known
+    assert objects_folder(config.transport, run) == run_memory_folder(run) / "objects"
+    large = decide_sharing(config, run, None, EPOCH, 3 * 2**30)
+    assert (large.budget_bytes, large.on_disk) == (3 * 2**30, True)
+    write_atomically(run.sharing, large)
+    assert isinstance(open_transport(config.transport, run), FileTransport)
+    blocks.f_bavail = 4 * 1024
+    assert decide_sharing(config, run, None, EPOCH, 2**20).budget_bytes == 3 * 2**30, "which its ledger knows"
+    run.sharing.unlink()
+    assert not decide_sharing(config, run, None, EPOCH, 3 * 2**30).on_disk
 
 
 @pytest.mark.parametrize(("mode", "leased"), [("apart", [1, 2]), ("alternate", [2]), ("share", [2])])
@@ -213,11 +239,14 @@ def test_a_round_is_in_files_and_stays_there_when_the_run_is_resumed_with_two_po
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_SHM", "/dev/shm")
     run, config = RunFolder(tmp_path), TransportConfig(budget_mib=1)
-    kept: list[tuple[SharingMode, int]] = [("alternate", 1), ("alternate", 2**20), ("apart", 2**20)]
-    for mode, budget_mib in kept:
-        write_atomically(run.sharing, Sharing(mode=mode, why="", budget_bytes=budget_mib * 2**20))
-        assert objects_folder(config, run) == tmp_path / "objects"
-        assert objects_folder(TransportConfig(budget_mib=1, kind="arena"), run).is_relative_to("/dev/shm")
-        assert objects_folder(TransportConfig(budget_mib=1, kind="mooncake"), run).is_relative_to("/dev/shm")
+    recipe = load_recipe(ONE, ["pools.sharing=alternate"])
+    write_atomically(run.sharing, decide_sharing(recipe, run, None, 2**30, 0))
+    assert objects_folder(config, run) == tmp_path / "objects"
+    write_atomically(run.sharing, decide_sharing(load_recipe(ONE, ["plan.gpus=2"]), run, None, 2**30, 0))
+    assert objects_folder(config, run) == tmp_path / "objects"
+    run.sharing.unlink()
+    in_memory = load_recipe(ONE, ["pools.sharing=alternate", "transport.kind=mooncake", "transport.address=auto"])
+    write_atomically(run.sharing, decide_sharing(in_memory, run, None, 2**30, 0))
+    assert objects_folder(TransportConfig(kind="mooncake"), run).is_relative_to("/dev/shm")
     write_atomically(run.sharing, Sharing(mode="apart", why="", budget_bytes=2**20))
     assert objects_folder(config, run).is_relative_to("/dev/shm")

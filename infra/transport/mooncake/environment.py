@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from infra.config import TransportConfig
 from infra.network.rdma import active_devices
 from infra.refusal import Refusal
 
@@ -82,6 +81,6 @@ def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/
     return "rdma" if there and wanted != "tcp" else "tcp"
 
 
-def store_bytes(config: TransportConfig, parts: int = 1) -> int:
-    """Bytes of each of the store's parts."""
-    return int(config.budget_mib * 2**20 * SLACK) // parts + BEYOND_BUDGET
+def store_bytes(budget: int, parts: int = 1) -> int:
+    """Bytes of each of the store's parts, for `budget` bytes of samples."""
+    return int(budget * SLACK) // parts + BEYOND_BUDGET

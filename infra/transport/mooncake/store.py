@@ -27,6 +27,7 @@ from infra.processes.process import Process, module
 from infra.records.data_path import StoreRecord
 from infra.refusal import Refusal
 from infra.transport.base import CANARY, READER
+from infra.transport.budget import budget_of
 from infra.transport.mooncake.client import client_of
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol, master_program, store_bytes
 from infra.transport.mooncake.transport import MooncakeTransport
@@ -69,7 +70,7 @@ def start_store(
             protocol=config.protocol,
             folder=str(folder),
             names=str(run.store_parts),
-            nbytes=store_bytes(config, parts),
+            nbytes=store_bytes(budget_of(config, run), parts),
             parts=parts,
         )
         write_atomically(run.store, store)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.ledger.planning import balance, check_budget
+from infra.ledger.planning import InFlight, balance, check_budget
 
 sizes = st.lists(st.integers(1, 4096), max_size=40)
 
@@ -54,7 +54,7 @@ def _budget(**changes: int) -> None:
         "prefetch_steps": 1,
         "generator_slots": 8,
     }
-    check_budget(**({"budget_bytes": 16 * 2**20} | values | changes))
+    check_budget(16 * 2**20, InFlight(**(values | changes)))
 
 
 def test_budget_refusal_carries_the_numbers() -> None:

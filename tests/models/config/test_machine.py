@@ -68,6 +68,15 @@ def test_a_run_keeps_the_data_type_that_it_began_with(amx: Path, tmp_path: Path)
 
 def test_a_silent_recipe_has_a_rank_for_each_gpu() -> None:
     silent = BARE | {"pools": {"inference_gpus": 4, "training_gpus": 4}}
+    for given, engine, count in (
+        ({}, "sglang", 1),
+        ({"engine": "transformers"}, "transformers", 4),
+        ({"engine": "transformers", "count": 2}, "transformers", 2),
+        ({"count": 4}, "sglang", 4),
+    ):
+        generator = as_recipe(silent | {"generator": given}, "a recipe").generator
+        assert (generator.engine, generator.count) == (engine, count)
+    assert as_recipe(BARE, "a recipe").generator.engine == "transformers"
     assert as_recipe(silent, "a recipe").training.ranks == 4
     assert as_recipe(BARE, "a recipe").training.ranks == 1
     with pytest.raises(Refusal, match="a rank needs one GPU"):
