@@ -240,6 +240,28 @@ def session_in_memory() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture(scope="session")
+def mlflow_tables(session_in_memory: Path) -> Path:
+    """MLflow's database with nothing in it."""
+    from infra.tracking.client import connect
+
+    database = session_in_memory / "tables" / "mlflow.db"
+    connect(f"sqlite:///{database}")
+    return database
+
+
+@pytest.fixture
+def registry_in_memory(mlflow_tables: Path, path_in_memory: Path) -> str:
+    """Address of an MLflow of its own in `path_in_memory`."""
+    return f"sqlite:///{shutil.copy(mlflow_tables, path_in_memory)}"
+
+
+@pytest.fixture
+def registry_uri(mlflow_tables: Path, tmp_path: Path) -> str:
+    """Address of an MLflow of its own in `tmp_path`."""
+    return f"sqlite:///{shutil.copy(mlflow_tables, tmp_path)}"
+
+
 def prepare_run(path: Path, target: TargetRecord, *overrides: str) -> RunFolder:
     """A run folder of the tiny recipe, ready for generators and trainer."""
     from models.data.prepare import prepare_samples

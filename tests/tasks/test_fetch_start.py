@@ -18,8 +18,8 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
 
 @pytest.fixture
-def uri(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/mlflow.db"
+def uri(registry_uri: str) -> str:
+    return registry_uri
 
 
 def open_run(tmp_path: Path, uri: str, start_from: object) -> OpenRun:

@@ -195,7 +195,7 @@ def lived(examples: int) -> settings:
     )
 
 
-LedgerMachine.TestCase.settings = lived(50)
+LedgerMachine.TestCase.settings = lived(30)
 TestLedgerMachine = LedgerMachine.TestCase
 
 
@@ -211,5 +211,5 @@ def server(postgres: PostgresServer) -> None:
     PostgresMachine.server = postgres
 
 
-PostgresMachine.TestCase.settings = lived(15)
+PostgresMachine.TestCase.settings = lived(8)
 TestPostgresMachine = PostgresMachine.TestCase

@@ -69,6 +69,8 @@ class ServingWorld:
     uri: str
     ports: Sequence[int]
     said: list[str] = field(default_factory=list)
+    swaps: bool = False
+    """Reading two versions' weights takes a second, each time that a server changes."""
 
     def config(self, **changes: Any) -> FollowConfig:
         """Settings with short waits."""
@@ -78,8 +80,8 @@ class ServingWorld:
         )
         given = {
             "draft": DRAFT, "tracking_uri": self.uri, "folder": str(self.folder / "served"), "servers": servers,
-            "canary": CanaryConfig(steps=300, wait_s=1.5), "poll_s": 0.1, "drain_s": 10.0, "start_timeout_s": 30.0,
-            "unhealthy_s": 5.0,
+            "canary": CanaryConfig(steps=300, wait_s=1.5), "poll_s": 0.1, "swap": self.swaps, "drain_s": 10.0,
+            "start_timeout_s": 30.0, "unhealthy_s": 5.0,
         }  # fmt: skip
         return FollowConfig.model_validate(given | changes)
 

@@ -24,9 +24,8 @@ TRAFFIC = CanaryConfig(steps=1000, wait_s=60.0)
 
 
 @pytest.fixture
-def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
-    uri = f"sqlite:///{path_in_memory / 'mlflow.db'}"
-    with serving_world(path_in_memory, uri, getattr(request, "param", 3)) as world:
+def world(path_in_memory: Path, registry_in_memory: str, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, registry_in_memory, getattr(request, "param", 3)) as world:
         yield world
 
 

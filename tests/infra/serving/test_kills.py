@@ -22,8 +22,8 @@ SETTLED_S = 120.0
 
 
 @pytest.fixture
-def world(path_in_memory: Path) -> Iterator[ServingWorld]:
-    with serving_world(path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", 3) as world:
+def world(path_in_memory: Path, registry_in_memory: str) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, registry_in_memory, 3) as world:
         yield world
 
 

@@ -16,10 +16,8 @@ from tests.infra.serving.serving_world import PROGRAM, SETTLED_S, ServingWorld, 
 
 
 @pytest.fixture
-def world(path_in_memory: Path, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
-    with serving_world(
-        path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", getattr(request, "param", 3)
-    ) as world:
+def world(path_in_memory: Path, registry_in_memory: str, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, registry_in_memory, getattr(request, "param", 3)) as world:
         yield world
 
 

@@ -25,10 +25,10 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 
 
 @pytest.fixture
-def world(path_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServingWorld]:
+def world(path_in_memory: Path, registry_in_memory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServingWorld]:
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with serving_world(path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", 2) as world:
+    with serving_world(path_in_memory, registry_in_memory, 2) as world:
         yield world
 
 

@@ -15,8 +15,9 @@ from tests.infra.serving.test_follower import TRAFFIC
 
 
 @pytest.fixture
-def world(path_in_memory: Path) -> Iterator[ServingWorld]:
-    with serving_world(path_in_memory, f"sqlite:///{path_in_memory / 'mlflow.db'}", 3) as world:
+def world(path_in_memory: Path, registry_in_memory: str) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, registry_in_memory, 2) as world:
+        world.swaps = True
         yield world
 
 
@@ -33,9 +34,9 @@ def test_a_version_with_other_weights_is_loaded_without_a_restart(world: Serving
     with Clients(world.ports) as clients:
         world.promote(second)
         world.settle(world.follower(canary=TRAFFIC))
-    assert world.running() == [second] * 3
+    assert world.running() == [second] * 2
     assert (starts(world), {process.pid for process in world.servers()}) == (before, processes)
-    assert (clients.lost, clients.retried, clients.least_healthy) == ([], 0, 3)
+    assert (clients.lost, clients.retried, clients.least_healthy) == ([], 0, 2)
     world.settle(world.follower())  # another follower finds them as they are
     assert starts(world) == before
 
@@ -47,7 +48,7 @@ def test_a_version_that_accepts_less_leaves_as_it_came(world: ServingWorld) -> N
     before = starts(world)
     world.promote(bad)
     world.settle(world.follower())
-    assert (world.running(), world.champion(), starts(world)) == ([good] * 3, good, before)
+    assert (world.running(), world.champion(), starts(world)) == ([good] * 2, good, before)
     assert "when it was benchmarked" in history(world.uri, DRAFT)[-1].reason
 
 
@@ -61,7 +62,7 @@ def test_a_server_that_dies_after_a_swap_returns_with_its_version(world: Serving
     victim.kill()
     victim.wait(10)
     world.settle(follower)
-    assert world.running() == [second] * 3
+    assert world.running() == [second] * 2
     assert f"http://127.0.0.1:{world.ports[1]} starts with version {second}" in world.said
 
 
@@ -77,7 +78,7 @@ def test_a_server_whose_swap_was_interrupted_is_restarted(world: ServingWorld) -
     file.write_text(RolloutState.read(file).model_copy(update={"swapping": (url,)}).model_dump_json())
     before = starts(world)
     world.settle(world.follower())
-    assert world.running() == [second] * 3
+    assert world.running() == [second] * 2
     assert starts(world) == before + 1
     assert RolloutState.read(file).swapping == ()
 
@@ -98,8 +99,8 @@ def test_otherwise_servers_are_restarted(
     with Clients(world.ports) as clients:
         world.promote(second)
         world.settle(world.follower(**changes))
-    assert world.running() == [second] * 3
-    assert starts(world) == before + 3
+    assert world.running() == [second] * 2
+    assert starts(world) == before + 2
     assert any("update_weights_from_tensor: 400" in line for line in world.said) is bool(worth), "it was asked"
     assert clients.lost == []
 

@@ -29,12 +29,11 @@ def test_a_folder_goes_there_and_back(s3_bucket: str, folder: Path, tmp_path: Pa
 
 
 def test_an_operator_s_upload_arguments_hold(
-    s3_bucket: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_bucket: str, folder: Path, tmp_path: Path, registry_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Encryption with a key of the operator's, as many buckets demand it."""
     monkeypatch.setenv("MLFLOW_S3_UPLOAD_EXTRA_ARGS", '{"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "ours"}')
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    client = connect(uri)
+    client = connect(registry_uri)
     experiment = client.create_experiment("encrypted", artifact_location=f"{s3_bucket}/{tmp_path.name}")
     assert experiment_id(client, "encrypted") == experiment
     run = client.create_run(experiment)

@@ -29,13 +29,12 @@ EXPERIMENT = "test-datasets"
 
 
 @pytest.fixture(params=["file", "s3"])
-def uri(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    found = f"sqlite:///{tmp_path / 'mlflow.db'}"
+def uri(tmp_path: Path, registry_uri: str, request: pytest.FixtureRequest) -> str:
     if request.param == "s3":
         bucket = request.getfixturevalue("s3_bucket")
         for name in (EXPERIMENT, "test"):
-            connect(found).create_experiment(name, artifact_location=f"{bucket}/{tmp_path.name}/{name}")
-    return found
+            connect(registry_uri).create_experiment(name, artifact_location=f"{bucket}/{tmp_path.name}/{name}")
+    return registry_uri
 
 
 def sample_set(cache: Path, content: str) -> SamplesRecord:

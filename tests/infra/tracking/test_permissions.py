@@ -1,6 +1,5 @@
 """A run that MLflow would not let write at its end is refused at its beginning."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from infra.tracking.permissions import check_writable
         ("draft-x", "the registered model draft-x:"),
     ],
 )
-def test_what_mlflow_denies_is_named(denied: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    client = connect(uri)
+def test_what_mlflow_denies_is_named(
+    denied: str, place: str, registry_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = connect(registry_uri)
     client.create_registered_model("draft-x")
 
     def unless_denied(write: Any, name_of: Any) -> Any:
@@ -34,12 +34,12 @@ def test_what_mlflow_denies_is_named(denied: str, place: str, tmp_path: Path, mo
 
         return checked
 
-    check_writable(uri, "draftsmith", "draft-x", datasets=True)
+    check_writable(registry_uri, "draftsmith", "draft-x", datasets=True)
     by_id = unless_denied(MlflowClient.set_experiment_tag, lambda at: str(client.get_experiment(at).name))
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", by_id)
     by_name = unless_denied(MlflowClient.set_registered_model_tag, str)
     monkeypatch.setattr(MlflowClient, "set_registered_model_tag", by_name)
     with pytest.raises(Refusal, match=f"denies writing {place}"):
-        check_writable(uri, "draftsmith", "draft-x", datasets=True)
+        check_writable(registry_uri, "draftsmith", "draft-x", datasets=True)
     if denied == "draftsmith-datasets":
-        check_writable(uri, "draftsmith", "draft-x", datasets=False)
+        check_writable(registry_uri, "draftsmith", "draft-x", datasets=False)

@@ -20,8 +20,8 @@ EXPERIMENTS = ["test"]
 
 
 @pytest.fixture
-def database(tmp_path: Path) -> Path:
-    return tmp_path / "mlflow.db"
+def database(registry_uri: str) -> Path:
+    return Path(registry_uri.removeprefix("sqlite:///"))
 
 
 def make_run(

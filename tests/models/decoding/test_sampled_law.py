@@ -40,7 +40,7 @@ from models.targets.model import TargetModel
 VOCABULARY, PROMPT = 16, (3, 9, 1)
 DEPTH = 4
 """Two tokens and two proposals after them: the longest text before the third token is there."""
-DRAWS, FEWER, TOGETHER = 200_000, 20_000, 5_000
+DRAWS, FEWER, TOGETHER = 100_000, 20_000, 5_000
 REJECTED = 1e-4
 NEVER: frozenset[int] = frozenset()
 ALL, NUCLEUS = (1.0, 1.0), (0.7, 0.8)
