@@ -131,7 +131,8 @@ class StoredTransport(Transport):
         """`wait_s`: how long a full folder, or a server that does not answer, is waited for."""
         self._files, self._root = fsspec.core.url_to_fs(url)
         self._wait_s = wait_s
-        self._reach(lambda: self._files.makedirs(self._root, exist_ok=True))
+        if self._is_local:  # an object store has no folders, and a mistyped bucket should not come into being
+            self._reach(lambda: self._files.makedirs(self._root, exist_ok=True))
 
     def put(self, key: str, buffers: Mapping[str, Buffer]) -> ObjectRecord:
         """Write the buffers, then the record, which makes the object visible."""

@@ -139,6 +139,8 @@ def test_a_store_that_takes_nothing_is_refused_before_anything_is_captured(
     s3_bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_space(f"{s3_bucket}/kept", tokens=100, bytes_per_token=10)
+    with pytest.raises(Refusal, match=r"s3://mistyped/kept takes no objects .*bucket does not exist"):
+        check_space("s3://mistyped/kept", tokens=100, bytes_per_token=10)
     with pytest.raises(Refusal, match=r"transport.folder: s3://nobodys-bucket-\?/kept takes no objects"):
         check_space("s3://nobodys-bucket-?/kept", tokens=100, bytes_per_token=10)
     monkeypatch.setattr("infra.transport.files.CHECK_S", 0.0)
