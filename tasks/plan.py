@@ -317,7 +317,7 @@ def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]
         assumed.append("users ask as fast as samples are captured: in truth a run lasts as long as they take")
     if not plan.samples and not data.max_samples:
         assumed.append(
-            f"{samples:,} samples: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)")
+            f"{plural(samples, 'sample')}: " + (f"the lines of {data.source}" if lines else "assumed (plan.samples)")
         )
     if not plan.mean_tokens:
         how = f"the bytes of {data.source}" if tokens and data.overlong != "split" else "data.max_tokens"

@@ -50,7 +50,7 @@ def _trained(plan: Plan) -> str:
     told = f"{plural(plan.job.epochs, 'epoch')} of {plan.job.samples:,}"
     if plan.trained_samples < whole:
         told = f"training.max_steps, fewer than {told}"
-    return f"{plan.trained_samples:,} samples ({told})"
+    return f"{plural(plan.trained_samples, 'sample')} ({told})"
 
 
 def _regeneration(plan: Plan) -> dict[str, str]:

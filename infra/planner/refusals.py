@@ -111,8 +111,8 @@ def _too_much_memory(plan: Plan) -> PlanObstacle:
     job, memory = plan.job, plan.memory
     room = max(0, memory.total + memory_left(job, memory))
     problem = (
-        f"a trainer rank would need {memory.total / GIB:.1f} GiB for a micro-batch of {len(job.micro_batch)} samples, "
-        f"the longest of {job.longest_tokens:,} tokens, and {room / GIB:.1f} of "
+        f"a trainer rank would need {memory.total / GIB:.1f} GiB for a micro-batch of "
+        f"{plural(len(job.micro_batch), 'sample')}, the longest of {job.longest_tokens:,} tokens, and {room / GIB:.1f} of "
         f"its {job.rank_bytes / GIB:.1f} GiB can be planned"
     )
     if job.sharing == "share":
