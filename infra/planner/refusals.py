@@ -112,8 +112,8 @@ def _too_much_memory(plan: Plan) -> PlanObstacle:
     room = max(0, memory.total + memory_left(job, memory))
     problem = (
         f"a trainer rank would need {memory.total / GIB:.1f} GiB for a micro-batch of "
-        f"{plural(len(job.micro_batch), 'sample')}, the longest of {job.longest_tokens:,} tokens, and {room / GIB:.1f} of "
-        f"its {job.rank_bytes / GIB:.1f} GiB can be planned"
+        f"{plural(len(job.micro_batch), 'sample')}, the longest of {job.longest_tokens:,} tokens, and "
+        f"{room / GIB:.1f} of its {job.rank_bytes / GIB:.1f} GiB can be planned"
     )
     if job.sharing == "share":
         return PlanObstacle(
