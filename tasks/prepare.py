@@ -17,7 +17,7 @@ from infra.pools.base import Pool
 from infra.quantities import plural
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
-from infra.records.sharing import Sharing
+from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.budget import memory_budget
@@ -169,25 +169,14 @@ def warm_up_warning(config: RunConfig, samples: SamplesRecord) -> str:
 def decide_sharing(
     config: RunConfig, folder: RunFolder, plan: Plan | None, epoch_bytes: int, flight_bytes: int
 ) -> Sharing:
-    """How the run's processes share the devices. A resumed run keeps the budget that its ledger knows."""
+    """How the run's processes share the devices, and how many bytes of hidden states there are at once."""
     if config.generator.live:
         mode, why = "apart", "generators stand beside servers that have users"
     elif plan is None:
         mode, why = choose_sharing(config.pools, config.plan.gpus or 0, None)
     else:
         mode, why = plan.job.sharing, plan.job.sharing_why
-    transport = config.transport
-    if folder.sharing.is_file():
-        kept = Sharing.read(folder.sharing)
-        budget, on_disk = kept.budget_bytes, kept.on_disk
-    elif mode == "alternate":
-        checkpoints = kept_checkpoints(config, plan) if plan else 0
-        budget = max(1, round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes))
-        on_disk = transport.kind not in IN_MEMORY
-    else:
-        budget = memory_budget(transport, flight_bytes)
-        elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
-        on_disk = transport.budget_mib is None and not elsewhere and bool(shortage(transport, budget))
+    budget, on_disk = _budget(config, folder, plan, mode, epoch_bytes, flight_bytes)
     if mode != "share":
         return Sharing(mode=mode, why=why, budget_bytes=budget, on_disk=on_disk)
     if plan is None:
@@ -205,6 +194,25 @@ def decide_sharing(
         cache_tokens=cache_tokens(job.longest_tokens),
         trainer_bytes=job.rank_bytes,
     )
+
+
+def _budget(
+    config: RunConfig, folder: RunFolder, plan: Plan | None, mode: SharingMode, epoch_bytes: int, flight_bytes: int
+) -> tuple[int, bool]:
+    """Bytes, and whether they lie in the run folder. A resumed run keeps both, or has room for more generators."""
+    transport, kept = config.transport, Sharing.read(folder.sharing) if folder.sharing.is_file() else None
+    if mode == "alternate":
+        if kept:
+            return kept.budget_bytes, kept.on_disk
+        checkpoints = kept_checkpoints(config, plan) if plan else 0
+        round_size = round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes)
+        return max(1, round_size), transport.kind not in IN_MEMORY
+    if kept and (transport.budget_mib is not None or kept.budget_bytes >= flight_bytes):
+        return kept.budget_bytes, kept.on_disk
+    budget = memory_budget(transport, flight_bytes)
+    elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
+    is_short = transport.budget_mib is None and not elsewhere and bool(shortage(transport, budget))
+    return budget, is_short or bool(kept and kept.on_disk)
 
 
 def _show_plan(run: OpenRun, plan: Plan) -> None:

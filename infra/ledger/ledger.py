@@ -104,10 +104,7 @@ class Ledger:
         max_attempts: int,
         order: Literal["strict", "any"],
     ) -> None:
-        """Enter the run; nothing happens when it is there with the same values.
-
-        Raises Refusal when it is there with others, or when a value makes no sense.
-        """
+        """Enter the run. Where it is there, its budget may grow. Raises Refusal for other values than it has."""
         values = {
             "budget_bytes": budget_bytes,
             "bytes_per_token": bytes_per_token,
@@ -123,7 +120,10 @@ class Ledger:
             if row is None:
                 connection.execute(sa.insert(runs).values(name=self.run, **values))
                 return
-        others = [f"{name}: {row[name]} there, {value} here" for name, value in values.items() if row[name] != value]
+            grows = row["budget_bytes"] < budget_bytes
+            others = [f"{n}: {row[n]} there, {v} here" for n, v in values.items() if row[n] != v][grows:]
+            if grows and not others:
+                connection.execute(sa.update(runs).where(runs.c.name == self.run).values(budget_bytes=budget_bytes))
         if others:
             raise Refusal(
                 f"run {self.run!r} is in the ledger with other values ({'; '.join(others)}): resume it with its own "

@@ -221,6 +221,7 @@ def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memor
     assert isinstance(open_transport(config.transport, run), FileTransport)
     blocks.f_bavail = 4 * 1024
     assert decide_sharing(config, run, None, EPOCH, 2**20).budget_bytes == 3 * 2**30, "which its ledger knows"
+    assert decide_sharing(config, run, None, EPOCH, 5 * 2**30).budget_bytes == 5 * 2**30, "resumed with more generators"
     run.sharing.unlink()
     assert not decide_sharing(config, run, None, EPOCH, 3 * 2**30).on_disk
 

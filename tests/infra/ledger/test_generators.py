@@ -24,13 +24,20 @@ def ordinals(leases: list[Lease]) -> list[int]:
     return [lease.ordinal for lease in leases]
 
 
-def test_creating_a_run_again(ledger: Ledger, url: str) -> None:
+def test_creating_a_run_again(ledger: Ledger, url: str, slots: Slots) -> None:
     values = {"budget_bytes": 100, "bytes_per_token": 10, "lease_seconds": 60, "max_attempts": 2}
     ledger.create_run(**values, order="strict")
-    with pytest.raises(ValueError, match=r"budget_bytes: 100 there, 101 here.*another name"):
-        ledger.create_run(**(values | {"budget_bytes": 101}), order="strict")
+    for other in ({"budget_bytes": 99}, {"budget_bytes": 150, "bytes_per_token": 11}):
+        with pytest.raises(
+            ValueError, match=r"budget_bytes: 100 there, 99 here.*another name|bytes_per_token: 10 there"
+        ):
+            ledger.create_run(**(values | other), order="strict")
     with pytest.raises(ValueError, match="must be positive"):
         ledger.create_run(**(values | {"max_attempts": 0}), order="strict")
+    ledger.open_epoch(None, 0, slots(5, 5, 5))
+    assert ordinals(ledger.lease("g", 3)) == [0, 1]
+    ledger.create_run(**(values | {"budget_bytes": 150}), order="strict")
+    assert ordinals(ledger.lease("g", 3)) == [2], "resumed with room for more generators"
     with Ledger.open(url, "other") as other, pytest.raises(ValueError, match="holds no run 'other'"):
         other.lease("g", 1)
     with pytest.raises(ValueError, match="slash"):
