@@ -185,9 +185,10 @@ def decide_sharing(
         budget = max(1, round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes))
         on_disk = transport.kind not in IN_MEMORY
     else:
-        budget = memory_budget(transport, flight_bytes)
-        elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
-        on_disk = transport.budget_mib is None and not elsewhere and bool(shortage(transport, budget))
+        budget, on_disk = memory_budget(transport, flight_bytes), False
+    elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
+    if mode != "alternate" and not elsewhere:  # once for all processes: other runs take shared memory, and free it
+        on_disk = on_disk or bool(shortage(transport, budget))
     if mode != "share":
         return Sharing(mode=mode, why=why, budget_bytes=budget, on_disk=on_disk)
     if plan is None:
