@@ -21,7 +21,7 @@ from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.budget import memory_budget
-from infra.transport.choice import IN_MEMORY, round_bytes, shortage
+from infra.transport.choice import IN_MEMORY, round_bytes, run_memory_folder, shortage
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
@@ -150,8 +150,8 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
     refuse_small_stores(config, target, samples, sharing)
     write_atomically(run.folder.sharing, sharing)
     get_run_logger().info("generators and trainer: %s (%s)", sharing.mode, sharing.why)
-    if sharing.on_disk and sharing.mode != "alternate":
-        why = shortage(config.transport, sharing.budget_bytes)
+    why = shortage(config.transport, sharing.budget_bytes)
+    if sharing.on_disk and sharing.mode != "alternate" and why:  # else the run's owner has said so
         get_run_logger().info("objects are kept in %s, which is slower than shared memory: %s", run.folder.path, why)
 
 
@@ -188,7 +188,8 @@ def decide_sharing(
         budget, on_disk = memory_budget(transport, flight_bytes), False
     elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
     if mode != "alternate" and not elsewhere:  # once for all processes: other runs take shared memory, and free it
-        on_disk = on_disk or bool(shortage(transport, budget))
+        # A folder there that the run's owner has not taken is nobody's: another run would sweep it away.
+        on_disk = on_disk or not run_memory_folder(folder).is_dir() or bool(shortage(transport, budget))
     if mode != "share":
         return Sharing(mode=mode, why=why, budget_bytes=budget, on_disk=on_disk)
     if plan is None:
