@@ -58,7 +58,8 @@ def check_settings(run: RunWithTarget) -> None:
     config, target = run.config, run.target
     if config.transport.kind == "mooncake":
         check_mooncake()
-        choose_protocol(config.transport.protocol)
+        if config.pools.kind == "local":  # elsewhere the first of the trainer's machines says what it has
+            choose_protocol(config.transport.protocol)
         listening_address(config.transport.address)
     check_server(config.ledger.url or run.folder.ledger_url)
     draft = _draft(config, target)

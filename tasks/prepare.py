@@ -21,7 +21,7 @@ from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.budget import memory_budget
-from infra.transport.choice import IN_MEMORY, round_bytes, shortage
+from infra.transport.choice import IN_MEMORY, round_bytes, run_memory_folder, shortage
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
@@ -150,8 +150,8 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
     refuse_small_stores(config, target, samples, sharing)
     write_atomically(run.folder.sharing, sharing)
     get_run_logger().info("generators and trainer: %s (%s)", sharing.mode, sharing.why)
-    if sharing.on_disk and sharing.mode != "alternate":
-        why = shortage(config.transport, sharing.budget_bytes)
+    why = shortage(config.transport, sharing.budget_bytes)
+    if sharing.on_disk and sharing.mode != "alternate" and why:  # else the run's owner has said so
         get_run_logger().info("objects are kept in %s, which is slower than shared memory: %s", run.folder.path, why)
 
 
@@ -207,12 +207,16 @@ def _budget(
         checkpoints = kept_checkpoints(config, plan) if plan else 0
         round_size = round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes)
         return max(1, round_size), transport.kind not in IN_MEMORY
+    on_disk = kept is not None and kept.on_disk
     if kept and (transport.budget_mib is not None or kept.budget_bytes >= flight_bytes):
-        return kept.budget_bytes, kept.on_disk
-    budget = memory_budget(transport, flight_bytes)
-    elsewhere = transport.folder is not None or config.pools.kind != "local" or transport.kind == "arena"
-    is_short = transport.budget_mib is None and not elsewhere and bool(shortage(transport, budget))
-    return budget, is_short or bool(kept and kept.on_disk)
+        budget = kept.budget_bytes
+    else:
+        budget = memory_budget(transport, flight_bytes)
+    if transport.folder is None and config.pools.kind == "local" and transport.kind != "arena":
+        # Once for all processes: other runs take shared memory, and free it. A folder there that the run's owner has
+        # not taken is nobody's: another run would sweep it away.
+        on_disk = on_disk or not run_memory_folder(folder).is_dir() or bool(shortage(transport, budget))
+    return budget, on_disk
 
 
 def _show_plan(run: OpenRun, plan: Plan) -> None:

@@ -87,11 +87,17 @@ def listening_address(setting: str) -> str:
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
+            number = probe.getsockname()[0]
         except OSError as error:
             raise Refusal(
                 f"transport.address={address} is no IPv4 address of this machine, on which the flow runs ({error}): "
                 "correct it, or set transport.address=auto"
             ) from error
+    if number.startswith("127.") and address not in (number, "localhost"):  # as Debian's /etc/hosts has it
+        raise Refusal(
+            f"transport.address={address} is {number} on this machine, where no other machine reaches it: write the "
+            "address as a number, or set transport.address=auto"
+        )
     return address
 
 

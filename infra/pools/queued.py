@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from infra.config import PoolsConfig
 from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
 from infra.pools.engine import GRACE_S, GRANTED, PREFIX, Grant, Part, Request
+from infra.processes.exit import REFUSED
 from infra.processes.process import Owner, Process, module, start
 
 HOLDER = "pools-"
@@ -80,11 +81,14 @@ class QueuedPools:
     def __init__(self, config: PoolsConfig, look_s: float = LOOK_S) -> None:
         self._config, self.look_s = config, look_s
         self._asked: dict[str, _Asked] = {}
+        self._refused: set[str] = set()
+        """Owners whose last request was refused: they hold nothing, and the engine may not answer at all."""
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[QueuedPool, ...]:
         """Request devices, or keep waiting for them. Raises Refusal or PoolBusyError, as the contract says."""
         divided = divide(specs, self._config)
         asked = self._asked.get(owner.name)
+        self._refused.discard(owner.name)
         if asked is None:
             request = Request(owner=owner.name, folder=str(owner.logs.absolute()), pools=divided)
             holding = engine_task(self._config, "hold", request.model_dump_json())
@@ -109,6 +113,8 @@ class QueuedPools:
                 asked.waits = line
             if ended:
                 del self._asked[owner]
+                if asked.holder.poll() == REFUSED:
+                    self._refused.add(owner)
                 asked.holder.check()
                 raise PoolBusyError(f"the request was taken away: {asked.waits}")
             time.sleep(POLL_S)
@@ -126,6 +132,6 @@ class QueuedPools:
                 stack.callback(asked.holder.stop)
                 for pool in asked.pools:
                     stack.callback(pool.stop)
-        if asked is None or asked.holder.poll():
+        if owner not in self._refused and (asked is None or asked.holder.poll()):
             withdrawing = engine_task(self._config, "withdraw", PREFIX + owner)
             subprocess.run(withdrawing, check=True, timeout=WITHDRAW_S)

@@ -21,6 +21,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from infra.network.ports import HOST
 from infra.pools.engine import (
     GRACE_S,
     GRANTED,
@@ -45,6 +46,8 @@ STARTED_S = 300.0
 """Timeout for a process on a part's machine: Ray may be busy, or a bundle may move."""
 ANSWER_S = 60.0
 """A machine that is silent for this long is lost, and its command is restarted."""
+LISTENS_S = 10.0
+"""Timeout for a connection to the head."""
 CHUNK = 65536
 READ_S = 1.0
 
@@ -109,6 +112,7 @@ class RayEngine(Engine):
 
     def hold(self, request: Request) -> None:
         """Own the placement group, and an anchor in each of its bundles."""
+        self._check_address()
         self._connect()
         if not self.config.ray.autoscaling:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -132,14 +136,28 @@ class RayEngine(Engine):
         finally:
             remove_placement_group(group)
 
+    def _check_address(self) -> None:
+        """Raise Refusal where nobody listens at the address: Ray itself would try for minutes, and then kill us."""
+        address = self.config.ray.address
+        host, _, port = address.rpartition(":")
+        if "://" in host or not port.isdecimal() or host in ("", HOST, "localhost"):  # Ray knows loopback's real one
+            return
+        try:
+            socket.create_connection((host, int(port)), timeout=LISTENS_S).close()
+        except OSError as error:
+            raise Refusal(
+                f"pools.ray.address={address}: nobody answers there ({error}): start a head (`ray start --head`), or "
+                "correct the address; is there a firewall?"
+            ) from error
+
     def _connect(self) -> None:
         address = self.config.ray.address
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:
+        except (ConnectionError, RuntimeError, ValueError) as error:  # a RuntimeError: other versions of Ray or Python
             raise Refusal(
-                f"pools.ray.address={address}: no Ray cluster answers ({error}): start one (`ray start --head`) whose "
-                "machine this is too, or name its head"
+                f"pools.ray.address={address}: no Ray cluster takes this machine ({error}): start one (`ray start "
+                "--head`) with this version of Ray and Python whose machine this is too, or name its head as HOST:PORT"
             ) from error
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
@@ -167,6 +185,7 @@ class RayEngine(Engine):
 
     def withdraw(self, name: str) -> None:
         """Remove the placement group of that name, if there is one, and with it all that runs in it."""
+        self._check_address()
         self._connect()
         super().withdraw(name)
 

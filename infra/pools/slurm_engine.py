@@ -1,10 +1,12 @@
 """Pools that are a Slurm job: its components are the gang, every command is a step in it."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from infra.config import PoolsConfig
 from infra.pools import slurm_job
@@ -15,7 +17,6 @@ from infra.processes.exit import run_main
 from infra.processes.process import guard
 from infra.refusal import Refusal
 from infra.settings import slurm_environment
-from infra.user import user_name
 
 HELD_S = 10.0
 ANSWER_S = 60.0
@@ -31,7 +32,11 @@ LOST = b"Node failure"
 """srun prints this when a machine is lost, and still exits as if the step had succeeded."""
 
 
-class SlurmError(Exception):
+NEVER = re.compile(r"PartitionTimeLimit|.*PerJob(Limit)?|BadConstraints|InvalidAccount|InvalidQOS|.*NotAllowed")
+"""Reasons of a waiting job that only a change of the job or of the cluster's settings removes."""
+
+
+class SlurmError(Refusal):
     """A command of Slurm's failed; the message is its own."""
 
 
@@ -43,14 +48,24 @@ def ask(*command: str, text: str | None = None) -> str:
     except subprocess.TimeoutExpired as error:
         raise SlurmError(f"{command[0]} had no answer within {ANSWER_S:g} s") from error
     if done.returncode:
-        raise SlurmError(done.stderr.strip())
+        said = done.stderr.strip().replace("error: ", "")  # which begins the last words of a process that refuses
+        raise SlurmError(said or f"{command[0]} ended with exit code {done.returncode}")
     return done.stdout
 
 
 def ask_machines(partition: str | None) -> list[Machine]:
-    """Total resources of the partition's machines, or of all partitions if none is named."""
+    """Total resources of the partition's machines, or of all partitions if none is named.
+
+    Raises Refusal for a partition that does not exist or has no machines.
+    """
     chosen = [f"--partition={partition}"] if partition else []
-    return slurm_job.machines(ask("sinfo", "--Node", "--noheader", "--format=%N|%c|%G", *chosen))
+    machines = slurm_job.machines(ask("sinfo", "--Node", "--noheader", "--format=%N|%c|%G", *chosen))
+    if not machines and partition:
+        there_are = ", ".join(ask("sinfo", "--noheader", "--format=%R").split())
+        raise Refusal(
+            f"pools.slurm.partition={partition}: Slurm knows no machine of such a partition; there are {there_are}"
+        )
+    return machines
 
 
 def dry_run(name: str, specs: Sequence[PoolSpec], config: PoolsConfig) -> str:
@@ -78,10 +93,10 @@ class SlurmEngine(Engine):
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         try:
-            job = ask("sbatch", "--parsable", text=slurm_job.script(request, parts, self.config.slurm))
+            told = ask("sbatch", "--parsable", text=slurm_job.script(request, parts, self.config.slurm))
         except SlurmError as error:
             raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
-        job = job.strip().split(";")[0]
+        job = slurm_job.number(told)
         try:
             granted = False
             while not stop.wait(HELD_S if granted else POLL_S):
@@ -90,13 +105,12 @@ class SlurmEngine(Engine):
                 if states is None:
                     continue  # slurmctld is restarting; jobs keep running meanwhile
                 if not states:
-                    raise Refusal(
-                        f"the Slurm job {job} has ended: was it cancelled, or is pools.slurm.time_limit over?"
-                    )
+                    raise Refusal(_ended(job))
                 if not granted and set(states) == {"RUNNING"}:
                     granted = True
                     print(GRANTED + _grant(job, request, parts).model_dump_json(), flush=True)
                 elif not granted:
+                    _refuse_what_never_starts(job, states)
                     say(f"Slurm's job {job} waits: {', '.join(sorted(set(states.values())))}")
         finally:
             self.withdraw(request.name)
@@ -129,6 +143,8 @@ class SlurmEngine(Engine):
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
         status = running.wait() or int(lost)
+        if status and not running.stdin.closed and _states(allocation) == {}:
+            print(f"error: {_ended(allocation)}", file=sys.stderr, flush=True)
         return 128 - status if status < 0 else status
 
     def holds(self, name: str) -> bool:
@@ -141,7 +157,8 @@ class SlurmEngine(Engine):
 
 
 def _mine(name: str) -> tuple[str, str]:
-    return f"--user={user_name()}", f"--name={name}"
+    # By number: $USER may name another user than this process's, and squeue prints nothing for one that it cannot find.
+    return f"--user={os.getuid()}", f"--name={name}"
 
 
 def _states(job: str) -> dict[str, str] | None:
@@ -152,6 +169,28 @@ def _states(job: str) -> dict[str, str] | None:
         say(str(error))
         return None
     return {state: reason for state, _, reason in (line.partition("|") for line in lines)}
+
+
+def _refuse_what_never_starts(job: str, states: Mapping[str, str]) -> None:
+    """Raise Refusal for a job that waits for what no other job's end brings about."""
+    if never := sorted(reason for reason in states.values() if NEVER.fullmatch(reason)):
+        raise Refusal(
+            f"Slurm would never start the job {job}: {', '.join(never)} (`scontrol show partition` and `sacctmgr show "
+            "qos` list the limits); correct pools.slurm in the recipe, such as time_limit, or ask for less"
+        )
+
+
+def _ended(job: str) -> str:
+    """How a job has ended, and what to do."""
+    try:
+        found = re.findall(r"JobState=(\S+)", ask("scontrol", "show", "job", job))
+    except SlurmError:  # Slurm forgets jobs after a few minutes
+        found = []
+    how = ", ".join(sorted(set(found))) or "its end is not known"
+    return (
+        f"the Slurm job {job} has ended ({how}): was it cancelled or preempted, or is pools.slurm.time_limit over? "
+        "Resume the run with `draftsmith retrain --resume RUN`"
+    )
 
 
 def _grant(job: str, request: Request, parts: tuple[slurm_job.Component, ...]) -> Grant:

@@ -88,8 +88,13 @@ def script(request: Request, parts: Sequence[Component], config: SlurmConfig) ->
     return template.render(name=request.name, components=parts, config=config, alive=alive)
 
 
+def number(sbatch: str) -> str:
+    """The job's number in the output of `sbatch --parsable`, before which a site's wrapper may print its own lines."""
+    return sbatch.strip().splitlines()[-1].partition(";")[0]
+
+
 def machines(sinfo: str) -> list[Machine]:
-    """The machines in the output of `sinfo --Format=NodeList,CPUs,Gres`."""
+    """The machines in the output of `sinfo --Node --format='%N|%c|%G'`."""
     found: dict[str, Machine] = {}
     for line in sinfo.splitlines():
         name, cores, gres = line.split("|")

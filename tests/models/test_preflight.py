@@ -11,6 +11,7 @@ import transformers
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
+from models import preflight
 from models.config.recipe import load_recipe
 from models.preflight import check_live, check_settings
 from models.run import RunWithTarget
@@ -176,3 +177,12 @@ def run_of(architecture: str, settings: dict[str, Any], changes: list[str], fold
         model_type=model.config.model_type, licence="x",
     )  # fmt: skip
     return RunWithTarget(run, config, target)
+
+
+def test_rdma_is_asked_of_the_machines_that_hold_the_store(tmp_path, monkeypatch):
+    """A cluster's head has often no RDMA device, where the machines with GPUs have some."""
+    monkeypatch.setattr(preflight, "check_mooncake", lambda: None)
+    rdma = ["transport.kind=mooncake", "transport.protocol=rdma", "generator.engine=transformers"]
+    with pytest.raises(Refusal, match=r"transport\.protocol=rdma: no RDMA device"):
+        check_settings(run_of("LlamaForCausalLM", {}, rdma, tmp_path / "here"))
+    check_settings(run_of("LlamaForCausalLM", {}, [*rdma, "pools.kind=ray"], tmp_path / "cluster"))

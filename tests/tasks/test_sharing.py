@@ -210,10 +210,11 @@ def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memor
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     config = load_recipe(RECIPES / "tiny.yaml", ["transport.budget_mib=null"])
+    assert decide_sharing(config, run, None, EPOCH, 2**20).on_disk, "its owner found no room for the least"
+    run_memory_folder(run).mkdir()  # its owner took it before the target was known
     assert decide_sharing(config, run, None, EPOCH, 2**20) == Sharing(
         mode="apart", why="no GPUs to share", budget_bytes=512 * 2**20
     )
-    run_memory_folder(run).mkdir()  # its owner took it before the target was known
     assert objects_folder(config.transport, run) == run_memory_folder(run) / "objects"
     large = decide_sharing(config, run, None, EPOCH, 3 * 2**30)
     assert (large.budget_bytes, large.on_disk) == (3 * 2**30, True)
@@ -224,6 +225,25 @@ def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memor
     assert decide_sharing(config, run, None, EPOCH, 5 * 2**30).budget_bytes == 5 * 2**30, "resumed with more generators"
     run.sharing.unlink()
     assert not decide_sharing(config, run, None, EPOCH, 3 * 2**30).on_disk
+
+
+@pytest.mark.parametrize("changes", [["transport.budget_mib=3072"], ["transport.budget_mib=null"]])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_all_processes_of_a_run_look_in_one_place_though_another_run_frees_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], resumed: bool
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    blocks = SimpleNamespace(f_frsize=2**20, f_bavail=2 * 1024)
+    monkeypatch.setattr("os.statvfs", lambda _path: blocks)
+    run, config = RunFolder(tmp_path / "run"), load_recipe(RECIPES / "tiny.yaml", changes)
+    run.path.mkdir()
+    run_memory_folder(run).mkdir()
+    if resumed:  # there was enough of it then
+        write_atomically(run.sharing, Sharing(mode="apart", why="", budget_bytes=3 * 2**30))
+    write_atomically(run.sharing, decide_sharing(config, run, None, EPOCH, 3 * 2**30))
+    run_memory_folder(run).rmdir()
+    blocks.f_bavail = 8 * 1024
+    assert objects_folder(config.transport, run) == run.path / "objects"
 
 
 @pytest.mark.parametrize(("mode", "leased"), [("apart", [1, 2]), ("alternate", [2]), ("share", [2])])

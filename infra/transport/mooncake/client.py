@@ -6,6 +6,7 @@ Objects are cut into pieces: equal sizes leave no holes too small for anybody, a
 import ctypes
 import mmap
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -114,7 +115,7 @@ class MooncakeClient:
         devices = _near_devices() if store.protocol == "rdma" else ""
         status = self.store.setup(address, "P2PHANDSHAKE", 0, 0, store.protocol, devices, store.master)
         if status:
-            raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status})")
+            raise ConnectionError(f"no Mooncake store answers at {store.master} (status {status}){_own(address)}")
         self.staging = Staging(self.register, self.unregister)
 
     def put(self, key: str, address: int, nbytes: int, part: int | None = None) -> None:
@@ -231,6 +232,13 @@ def _near_devices() -> str:
 
         gpus = pci_addresses(own)
     return ",".join(nearest_devices(gpus))
+
+
+def _own(address: str) -> str:
+    """What to do where a store's master was looked for on this machine alone."""
+    if not address.startswith("127."):
+        return ""
+    return f": on {socket.gethostname()} that is itself; if the flow runs elsewhere, set transport.address"
 
 
 def client_of(store: StoreRecord) -> MooncakeClient:

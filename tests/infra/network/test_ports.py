@@ -93,6 +93,12 @@ def test_a_server_cannot_listen_at_an_address_of_another_machine(foreign: str) -
         ports.listening_address(foreign)
 
 
+def test_a_host_name_that_is_loopback_here_is_no_address_for_others() -> None:
+    """Debian's /etc/hosts gives a machine's own name 127.0.1.1; here it is another spelling that is resolved."""
+    with pytest.raises(ValueError, match=r"transport.address=127.1.257 is 127.1.1.1 on this machine, where no other"):
+        ports.listening_address("127.1.257")
+
+
 ALONE = """
 import sys
 from infra.network.ports import machine_address
