@@ -86,6 +86,10 @@ class RunFacts:
     plan: Plan | None = None
     """What the run was expected to take."""
     devices: DeviceTime = field(default_factory=lambda: DeviceTime({}))
+    is_served: bool = True
+    """Whether some serving engine reads the exported draft."""
+    settings_for: Sequence[str] = ()
+    """Engines whose settings are in `export/serving`."""
 
     @property
     def planned(self) -> Mapping[str, str]:
@@ -153,7 +157,7 @@ def run_html(facts: RunFacts, plots: Path) -> str:
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
         answer=answer(result),
         judged=text_of(result),
-        meaning=meaning(facts.target, result, facts.draft),
+        meaning=meaning(facts.target, result, facts.draft, facts.is_served),
         acceptance=acceptance_tables(result),
         findings=findings(result) | suite_findings(result),
         differences=[
@@ -187,7 +191,7 @@ def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
         facts=facts,
         is_note=is_note,
         answer=answer(facts.result),
-        meaning=meaning(facts.target, facts.result, facts.draft),
+        meaning=meaning(facts.target, facts.result, facts.draft, facts.is_served),
         findings=facts.findings,
         plots=[] if is_note else list(embedded(plots)),
         quarantined=[] if is_note else _quarantined(facts.quarantined[:LISTED]),

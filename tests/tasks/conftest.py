@@ -98,6 +98,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: BenchmarkResult
         (opened.folder.export / "model.safetensors").write_text("weights")
         (opened.folder.export / "serving").mkdir()
         (opened.folder.export / "serving" / "sglang.json").write_text("{}")
+        exported = ExportRecord(path=str(opened.folder.export), layouts=("sglang",), sha256={})
+        write_atomically(opened.folder.exported, exported)
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
         rows = ((20, 8), (18, 6)) * 16  # 32 conversations, as many as the quickstart benchmarks

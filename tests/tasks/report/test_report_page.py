@@ -99,6 +99,20 @@ def page(facts: RunFacts, run: OpenRun) -> Page:
     return Page(run_html(facts, run.folder.plots))
 
 
+def test_only_engines_that_read_the_draft_are_named(facts: RunFacts, run: OpenRun) -> None:
+    """As a Medusa draft is read by none, and an EAGLE-3 draft whose proposals never pay has no settings for vLLM."""
+    served = page(replace(facts, settings_for=("SGLang",)), run).text
+    assert "The folder export/serving holds the same as settings of SGLang." in served
+    assert "vLLM" not in served
+    assert "the draft that serving takes from now on" in served
+    unserved = replace(facts, is_served=False)
+    shown = page(unserved, run).text
+    assert "No serving engine reads this draft, so these are figures of Draftsmith's own decoder." in shown
+    for text in (shown, run_markdown(unserved)):
+        assert "is the champion, although no serving engine reads this draft" in text
+        assert "serving takes" not in text
+
+
 def test_it_needs_nothing_but_itself(facts: RunFacts, run: OpenRun) -> None:
     shown = page(facts, run)
     assert not {tag for tag, _ in shown.tags} & {"script", "link", "iframe", "object", "embed", "base", "form"}
