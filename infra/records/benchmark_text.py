@@ -235,7 +235,9 @@ def _confidences(result: BenchmarkResult) -> str | None:
     fit = result.goodput and result.goodput.confidence
     if not fit:
         return None
-    by_chance = f", after which exact ones seem wrong by {max(fit.errors_by_chance):.1%}" if fit.errors_by_chance else ""
+    by_chance = (
+        f", after which exact ones seem wrong by {max(fit.errors_by_chance):.1%}" if fit.errors_by_chance else ""
+    )
     text = (
         f"wrong by {max(fit.errors_after):.1%} at the worst position after fitting a temperature to each "
         f"({plural(fit.steps, 'step')}{by_chance})"

@@ -123,6 +123,16 @@ class RunFacts:
         return ", ".join(f"{share:.1%} {whole}" for whole, share in shares.items() if share is not None)
 
     @property
+    def answers(self) -> str:
+        """Whose answers the samples hold, where they are not those of the source."""
+        settings, unanswered = self.config.data.regeneration, self.samples.unanswered
+        if settings is None:
+            return ""
+        during = f"; {plural(unanswered, 'sample')} answered while captured" if unanswered else ""
+        limit = plural(settings.max_new_tokens, "token")
+        return f"the target's own, at temperature {settings.temperature:g}, of at most {limit}{during}"
+
+    @property
     def sample_states(self) -> str:
         """The final states of all samples."""
         progress = self.progress

@@ -25,6 +25,7 @@ from infra.records.data_path import (
     TargetRecord,
     TrainingResult,
 )
+from models.config.data import RegenerationConfig
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
 from tasks.report.meaning import answer
@@ -111,6 +112,19 @@ def test_only_engines_that_read_the_draft_are_named(facts: RunFacts, run: OpenRu
     for text in (shown, run_markdown(unserved)):
         assert "is the champion, although no serving engine reads this draft" in text
         assert "serving takes" not in text
+
+
+def test_text_that_the_target_wrote_is_told_of(facts: RunFacts, run: OpenRun) -> None:
+    assert "Answers" not in page(facts, run).text
+    answered = facts.config.model_copy(
+        update={"data": facts.config.data.model_copy(update={"regeneration": RegenerationConfig(max_new_tokens=48)})}
+    )
+    before = page(replace(facts, config=answered), run).text
+    assert "Answers The target's own, at temperature 0.7, of at most 48 tokens. " in before
+    partly = replace(facts, config=answered, samples=facts.samples.model_copy(update={"unanswered": 163}))
+    shown = page(partly, run).text
+    assert "of at most 48 tokens; 163 samples answered while captured." in shown
+    assert "Training tokens at most 7,890,123 per epoch" in shown
 
 
 def test_it_needs_nothing_but_itself(facts: RunFacts, run: OpenRun) -> None:
