@@ -76,10 +76,13 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
     try:
         for name, text in describe(folder, config):
             table.add_row(name, str(redacted(text)))
-    except (SQLAlchemyError, sqlite3.DatabaseError) as error:
-        where = config.ledger.url or folder.ledger_file
-        why = str(error).splitlines()[0]
-        raise Refusal(f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again") from error
+    except (SQLAlchemyError, sqlite3.DatabaseError, Refusal) as error:
+        where, why = config.ledger.url or folder.ledger_file, str(error).splitlines()[0]
+        told = f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again"
+        refusal = error if isinstance(error, Refusal) else Refusal(told)
+        if not folder.failure.is_file():
+            raise refusal from error
+        table.add_row("ledger", str(redacted(str(refusal))))  # perhaps why the run failed, which is shown above
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, KeyError, IsADirectoryError) as error:
         why = str(error).splitlines()[0]
         raise Refusal(

@@ -129,6 +129,14 @@ def test_a_run_that_failed_says_why(run: RunFolder) -> None:
     assert "error the shape is [/INST] and [red]not[/red]" in text
 
 
+def test_a_run_that_failed_says_why_without_its_ledger(run: RunFolder) -> None:
+    run.failure.write_text("the ledger's disk is gone")
+    run.ledger_file.write_bytes(b"\0" * 8192)
+    text = told(run)
+    assert "error the ledger's disk is gone" in text
+    assert f"ledger the ledger {run.ledger_file} is damaged" in text
+
+
 def test_a_run_that_moves(run: RunFolder) -> None:
     write_metrics(run)
     with hold(run.run_lock):
