@@ -101,7 +101,10 @@ def find_run(run: str | None) -> Path:
     for folder in (Path(run).absolute(), runs_folder() / run):
         if os.path.isfile(folder / "config.json"):  # pathlib's raises for a name that no file can have
             return folder
-    raise Refusal(f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}")
+    raise Refusal(
+        f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}; "
+        "`clean-up` removes old runs, whose reports are in MLflow"
+    )
 
 
 def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:

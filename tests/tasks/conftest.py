@@ -145,7 +145,10 @@ def trained() -> TrainingResult:
 
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
-    start = StartRecord(draft="champion", run=None, target="base", target_revision="b")
+    precision = CapturePrecision(
+        quantization=None, dtype="bfloat16", engine="sglang 0.5.23", kernels={"attention": "fa3"}
+    )
+    start = StartRecord(draft="champion", run=None, target="base", target_revision="b", precision=precision)
     sha256 = {"model.safetensors": "5a" * 32}
     return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256=sha256, started_from=start)
 
