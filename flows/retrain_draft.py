@@ -19,7 +19,7 @@ from tasks.prepare import (
     prepare_target,
     regenerate_text,
 )
-from tasks.promotion import promote_or_refuse
+from tasks.promotion import ended, promote_or_refuse
 from tasks.registry import register_draft, track_samples, track_training, tracked
 from tasks.report.write import write_report
 from tasks.rounds import capture_round, train_round
@@ -65,4 +65,4 @@ def retrain(config: RunConfig, run: str | None = None) -> str:
             draft = register_draft(opened, tracking, target, trained, export, result)
             draft = promote_or_refuse(opened, inference, draft, result.gate)
         write_report(opened, target, samples, trained, result, draft)
-    return str(opened.folder.path)
+    return ended(str(opened.folder.path), draft, result.gate)

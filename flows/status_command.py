@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from models.config.recipe import RunConfig
 
 STATES = ("consumed", "taken", "ready", "leased", "pending", "quarantined")
+ENDED = ("consumed", "quarantined")
+"""States in which the training leaves samples; with `training.max_steps` it does not reach the others."""
 QUIET_S = 60.0
 """A running trainer without a progress line for this long may be stuck."""
 REGISTRY_S = 5.0
@@ -74,10 +76,13 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
     try:
         for name, text in describe(folder, config):
             table.add_row(name, str(redacted(text)))
-    except (SQLAlchemyError, sqlite3.DatabaseError) as error:
-        where = config.ledger.url or folder.ledger_file
-        why = str(error).splitlines()[0]
-        raise Refusal(f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again") from error
+    except (SQLAlchemyError, sqlite3.DatabaseError, Refusal) as error:
+        where, why = config.ledger.url or folder.ledger_file, str(error).splitlines()[0]
+        told = f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again"
+        refusal = error if isinstance(error, Refusal) else Refusal(told)
+        if not folder.failure.is_file():
+            raise refusal from error
+        table.add_row("ledger", str(redacted(str(refusal))))  # perhaps why the run failed, which is shown above
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, KeyError, IsADirectoryError) as error:
         why = str(error).splitlines()[0]
         raise Refusal(
@@ -96,7 +101,10 @@ def find_run(run: str | None) -> Path:
     for folder in (Path(run).absolute(), runs_folder() / run):
         if os.path.isfile(folder / "config.json"):  # pathlib's raises for a name that no file can have
             return folder
-    raise Refusal(f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}")
+    raise Refusal(
+        f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}; "
+        "`clean-up` removes old runs, whose reports are in MLflow"
+    )
 
 
 def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
@@ -113,7 +121,7 @@ def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
         yield "error", folder.failure.read_text().strip()
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
-            yield from _samples(ledger, folder, config)
+            yield from _samples(ledger, folder, config, owned)
             yield from _training(folder, config, last_object(folder.metrics))
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
@@ -185,16 +193,34 @@ def _alias(config: "RunConfig", draft: str, version: int) -> str:
     if uri.startswith("http") and why_silent(uri, REGISTRY_S):
         return "MLflow does not answer: what serves is not known"
     found = [one for one in list_drafts(uri, draft) if one.version == version]
-    return ", ".join(found[0].aliases) if found else "no longer registered"
+    if not found:
+        return "no longer registered"
+    return ", ".join(found[0].aliases) or _decided(uri, draft, version)
 
 
-def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
+def _decided(uri: str, draft: str, version: int) -> str:
+    """The last decision about a version without an alias."""
+    from infra.tracking.registry import history
+
+    decisions = [one for one in history(uri, draft) if one.version == version]
+    if not decisions or decisions[-1].outcome == "promoted":
+        return "does not serve any more" if decisions else "does not serve"
+    last = decisions[-1]
+    return f"{last.outcome} by {last.by}" + (f": {last.reason}" if last.reason else "")
+
+
+def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig", owned: bool) -> Iterator[tuple[str, str]]:
+    """Where they are; once the training has ended, the store is gone, and so is all that was on its way."""
     states = ledger.progress()
     if not states.total:
         yield "samples", "none in the ledger yet"
         return
-    counts = ", ".join(f"{getattr(states, state):,} {state}" for state in STATES if getattr(states, state))
-    yield "samples", f"{_bar(states)} {states.total:,}: {counts}"
+    ended = folder.training.is_file()
+    counts = {state: getattr(states, state) for state in (ENDED if ended else STATES)}
+    if ended:
+        counts["not reached"] = states.total - sum(counts.values())
+    told = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
+    yield "samples", f"{_bar(states, ended)} {states.total:,}: {told}"
     from infra.transport.budget import budget_of
 
     budget = budget_of(config.transport, folder)
@@ -206,7 +232,11 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterat
         budget = sharing.budget_bytes
         if sharing.mode == "alternate":
             yield "turn", "training" if trainer_has_turn(ledger) else "capture"
-    yield "on their way", f"{states.bytes_held / 2**20:.0f} of {budget / 2**20:.0f} MiB between capture and training"
+    if owned and not ended:
+        yield (
+            "on their way",
+            f"{states.bytes_held / 2**20:.0f} of {budget / 2**20:.0f} MiB between capture and training",
+        )
     if states.attempts:
         yield "failures", plural(states.attempts, "capture failure")
     bad = ledger.quarantined()
@@ -216,9 +246,9 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig") -> Iterat
         yield "", f"and {len(bad) - LISTED} more"
 
 
-def _bar(states: "SampleProgress") -> str:
+def _bar(states: "SampleProgress", ended: bool) -> str:
     done = round(BAR * (states.consumed + states.quarantined) / states.total)
-    moving = round(BAR * (states.taken + states.ready + states.leased) / states.total)
+    moving = 0 if ended else round(BAR * (states.taken + states.ready + states.leased) / states.total)
     return "█" * done + "▒" * min(moving, BAR - done) + "░" * max(0, BAR - done - moving)
 
 

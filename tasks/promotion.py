@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, cast
 from uuid import UUID
 
 from prefect import get_run_logger
@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.input import RunInput
+from prefect.states import Completed
 from pydantic import Field
 
 from infra.files.atomic import write_atomically
@@ -31,6 +32,7 @@ from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
 from tasks.events import PROMOTED, WAITING, WITHDRAWN, tell
 from tasks.pools import occupy, run_main, span_of
+from tasks.report.meaning import what_next
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, draft_tag, side_effect
 
@@ -38,6 +40,11 @@ EVENTS = {"promotion": PROMOTED, "withdrawal": WITHDRAWN}
 """The event by kind of change; it tells the serving side which version to load."""
 APPROVAL = "promote/promote"
 """The deployment that asks a person."""
+DONE: dict[Step, str] = {
+    "promote": "promoted", "refuse": "not promoted", "ask": "not promoted yet", "leave": "left as it is"
+}  # fmt: skip
+NOT_PROMOTED = "Not promoted"
+"""State of completed runs whose draft does not serve."""
 TIMEOUT_S = 3600.0
 
 
@@ -50,8 +57,18 @@ def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Ga
         step, reason = follow_decision(run, pool, draft, gate)
     if step == "ask":
         ask_for_approval(draft, run.config.tracking.uri, run.config.name)
-    get_run_logger().info("version %s of %s: %s, %s", draft.version, draft.name, step, reason)
+    get_run_logger().info("version %s of %s: %s, %s", draft.version, draft.name, DONE[step], reason)
     return registry.find_version(run.tracking_uri, draft.name, draft.version)
+
+
+def ended(folder: str, draft: RegisteredDraft, gate: GateDecision) -> str:
+    """What a flow returns whose run ended with this draft: the folder, which Prefect hands to the flow's caller.
+
+    Among Prefect's runs, one whose draft does not serve is told from the others by the name of its state.
+    """
+    if registry.CHAMPION in draft.aliases:
+        return folder
+    return cast("str", Completed(name=NOT_PROMOTED, message=what_next(gate, draft), data=folder))
 
 
 def one_at_a_time(draft: str, wait_s: float = TIMEOUT_S) -> AbstractContextManager[None]:

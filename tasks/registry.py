@@ -154,6 +154,8 @@ def _lineage(export: ExportRecord) -> dict[str, str]:
     """Tags of the draft that training started from, and of the target that it was trained for; none of a new draft."""
     start = export.started_from
     found = {} if start is None else start.model_dump(exclude_none=True)
+    if start is not None and start.precision is not None:
+        found["precision"] = start.precision.how
     return {("started_from" if name == "draft" else f"started_from_{name}"): value for name, value in found.items()}
 
 

@@ -13,6 +13,7 @@ HINTS = {
     "transport": "a faster transport or more generators writing at once would help",
     "training": "more ranks (training.ranks, pools.training_gpus) would help",
 }
+EARLY = " although enough could be captured, as at the start of a run or while users of a live server send little"
 
 LOOKS = 3
 """Consecutive measurements that must agree, however far apart they are."""
@@ -53,13 +54,23 @@ def in_words(rates: SideRates) -> str:
     """One sentence: the slow side, with the rates behind the verdict."""
     if rates.training is None:
         return "nothing has been trained yet"
-    side = slow_side(rates)
+    side, supply = slow_side(rates), _supply(rates)
+    verdict, hint = f"{side} is the slow side", f", so {HINTS[side]}"
+    if side != "training" and supply is not None and supply >= rates.training:
+        verdict, hint = "no side is the slow one", EARLY
     ranks, generators = plural(rates.ranks, "rank"), plural(rates.generators, "generator")
     return (
-        f"{side} is the slow side: training could take {_rate(rates.training)} ({ranks}), inference could give "
+        f"{verdict}: training could take {_rate(rates.training)} ({ranks}), inference could give "
         f"{_rate(rates.inference)} ({generators}), transport {_rate(rates.transport)}; training waits for data "
-        f"{rates.data_wait_share:.0%} of the time, so {HINTS[side]}"
+        f"{rates.data_wait_share:.0%} of the time{hint}"
     )
+
+
+def _supply(rates: SideRates) -> float | None:
+    """Tokens per second that all generators could hand over: in each, prefills and transfers take turns."""
+    if not rates.inference or not rates.transport:
+        return None
+    return 1 / (1 / rates.inference + 1 / rates.transport)
 
 
 def _rate(tokens_per_s: float | None) -> str:
@@ -103,15 +114,14 @@ class Elasticity:
         return replace(self.afresh(), max_count=max(self.count, self.max_count - 1))
 
     def _lean(self, rates: SideRates, generators: int) -> Literal[-1, 0, 1]:
-        if rates.inference is None or rates.transport is None or rates.training is None:
+        supply = _supply(rates)
+        if supply is None or rates.training is None:
             return 0
         side = slow_side(rates)
         # While one that was added still loads its target, inference is slow whatever it will come to.
         if side == "inference" and generators < self.max_count and rates.generators >= generators:
             return 1
-        if side == "training" and generators > self.count:
-            # Prefills and transfers take turns in the slowest generator; that is how all are reckoned here.
-            supply = 1 / (1 / rates.inference + 1 / rates.transport)
-            if supply * (generators - 1) / rates.generators >= ENOUGH * rates.training:
-                return -1
+        with_one_fewer = supply * (generators - 1) / max(1, rates.generators)
+        if side == "training" and generators > self.count and with_one_fewer >= ENOUGH * rates.training:
+            return -1
         return 0

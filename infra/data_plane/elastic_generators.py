@@ -79,7 +79,7 @@ class ElasticGenerators(Generators):
         self._places = [_GeneratorPlace(index, kept, now, 0) for index, kept in enumerate(started)]
         self._wanted: list[_Wanted] = []
         self._looked, self._seen, self._refused = now, last_object(folder.metrics), ""
-        self._record("the run begins with them")
+        self._record("as the run begins")
 
     def tend(self, on_line: OnLine, on_event: OnLine) -> None:
         """Start again what has crashed, replace what cannot be, and add or remove where the bottleneck says so.

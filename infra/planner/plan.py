@@ -268,15 +268,16 @@ def comparison(plan: Plan, rates: SideRates) -> dict[str, str]:
     now = corrected(plan, rates)
     if now is None:
         return {}
-    return {
-        **{
-            side: f"{figure(getattr(now.present, side))} samples/s measured, {figure(getattr(plan.present, side))} "
-            f"planned: {getattr(now.job, f'{side}_share'):.1%} of the peak in place of "
-            f"{getattr(plan.job, f'{side}_share'):.0%}"
-            for side in ("inference", "training")
-        },
-        "split": advice(now.sides, now.present, now.job.unit),
-    }
+    told = {}
+    for side in ("inference", "training"):
+        measured, planned = (getattr(each.present, side) for each in (now, plan))
+        told[side] = f"{figure(measured)} samples/s measured, {figure(planned)} planned"
+        if side == "inference" and plan.job.answers and plan.job.answers.before < 1:
+            told[side] += ", answers included"  # decoding is no matter of the peak
+        else:
+            shares = (getattr(each.job, f"{side}_share") for each in (now, plan))
+            told[side] += ": {:.1%} of the peak in place of {:.0%}".format(*shares)
+    return told | {"split": advice(now.sides, now.present, now.job.unit)}
 
 
 def read_plan(file: Path) -> Plan | None:

@@ -163,8 +163,8 @@ def findings(result: BenchmarkResult) -> dict[str, str]:
 def _gate(result: BenchmarkResult) -> str:
     gate = result.gate
     categories = f"; by category: {', '.join(map(_category, gate.categories))}" if gate.categories else ""
-    needed = f", a difference as large as this one takes {gate.prompts_needed}" if gate.prompts_needed else ""
-    power = f"the smallest difference that these prompts can show is {gate.smallest_detectable:.1%}{needed}"
+    needed = f", and would show this one if they were {gate.prompts_needed:,}" if gate.prompts_needed else ""
+    power = f"these prompts show a difference of {gate.smallest_detectable:.1%} in four of five cases{needed}"
     if gate.smallest_detectable < gate.margin + 1e-9:  # no spread
         power = "all prompts gave the same ratio, so they do not tell how much others would differ"
     return f"{'passed' if gate.passed else 'not passed'} ({gate.reason.rstrip('.')}); {power}{categories}"
@@ -235,7 +235,9 @@ def _confidences(result: BenchmarkResult) -> str | None:
     fit = result.goodput and result.goodput.confidence
     if not fit:
         return None
-    by_chance = f", of which exact ones would show {max(fit.errors_by_chance):.1%}" if fit.errors_by_chance else ""
+    by_chance = (
+        f", after which exact ones seem wrong by {max(fit.errors_by_chance):.1%}" if fit.errors_by_chance else ""
+    )
     text = (
         f"wrong by {max(fit.errors_after):.1%} at the worst position after fitting a temperature to each "
         f"({plural(fit.steps, 'step')}{by_chance})"
@@ -274,7 +276,7 @@ def _sampled_proposals(result: BenchmarkResult) -> str | None:
         return None
     text = (
         f"at {sampling(result.conditions)} and lookahead {at}, {greedy.length[at]:.2f} where the draft proposes its "
-        f"likeliest tokens (SGLang's default), {drawn.length[at]:.2f} where it draws them"
+        f"likeliest tokens, {drawn.length[at]:.2f} where it draws them"
     )
     if real is None:
         return text

@@ -75,6 +75,10 @@ class MethodConfig(StrictConfig):
         """SGLang's argument for target and draft where the `dtype` that it would serve them in does not work."""
         return [] if self.engine_dtype in (None, dtype) else ["--dtype", self.engine_dtype]
 
+    def layers_read(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the `captured` target layers that such a draft reads."""
+        return captured
+
     def lookaheads(self, most: int) -> tuple[int, ...]:
         """Lookaheads up to `most` that such a draft can be served with, ascending from 0 (no draft)."""
         return tuple(range(most + 1))

@@ -25,6 +25,9 @@ class MedusaConfig(LossChoice, VocabularyChoice):
         """Loss weight of each head."""
         return tuple(self.head_decay**head for head in range(self.heads))
 
+    def layers_read(self, captured: tuple[int, ...]) -> tuple[int, ...]:
+        return captured[-1:]
+
     def lookaheads(self, most: int) -> tuple[int, ...]:
         """At most one proposal per head."""
         return super().lookaheads(min(most, self.heads))

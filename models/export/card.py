@@ -53,6 +53,7 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         run=run.folder.name,
         commit=git_sha(),
         block=block,
+        reads=_read_of_target(config),
         result=result,
         acceptance=acceptance_tables(result) if result else {},
         judged=text_of(result) if result else "",
@@ -70,6 +71,15 @@ def write_card(run: PreparedRun, result: BenchmarkResult | None) -> None:
         files={str(path.relative_to(export)): sha256_file(path) for path in paths},
     )
     write_atomically(export / CARD, card)
+
+
+def _read_of_target(config: RunConfig) -> str:
+    """Which outputs of the target the draft reads."""
+    layers = config.draft.layers_read(config.target.aux_layer_ids)
+    if not layers:
+        return "the target's last hidden state, after the final norm,"
+    outputs = "output of the target's layer" if len(layers) == 1 else "outputs of the target's layers"
+    return f"the {outputs} {', '.join(map(str, layers))} (counted from 0)"
 
 
 def unquantized_draft(config: RunConfig, target: TargetRecord) -> list[str]:

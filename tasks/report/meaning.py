@@ -7,11 +7,14 @@ from infra.records.data_path import TargetRecord
 from infra.tracking.registry import CHALLENGER, CHAMPION, REFUSED, REPLACES, SMOKE_TEST
 
 NO_DRAFT = UNTRAINED[0]
+UNSERVED = "although no serving engine reads this draft: Draftsmith's own decoder alone does"
 
 
-def meaning(target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft) -> tuple[str, str, str]:
-    """Exactly three sentences for somebody who was not there."""
-    return how_good(target, result), compared(result), what_next(result.gate, draft)
+def meaning(
+    target: TargetRecord, result: BenchmarkResult, draft: RegisteredDraft, is_served: bool = True
+) -> tuple[str, str, str]:
+    """Exactly three sentences for somebody who was not there; `is_served`: some serving engine reads the draft."""
+    return how_good(target, result), compared(result), what_next(result.gate, draft, is_served)
 
 
 def answer(result: BenchmarkResult) -> str:
@@ -83,7 +86,7 @@ def compared(result: BenchmarkResult) -> str:
     )
 
 
-def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
+def what_next(gate: GateDecision, draft: RegisteredDraft, is_served: bool = True) -> str:
     """Who serves now, and what a person can do about it."""
     version, tags = f"version {draft.version} of {draft.name}", draft.tags
     promote = f"`draftsmith drafts promote {draft.version} --name {draft.name}`"
@@ -97,7 +100,8 @@ def what_next(gate: GateDecision, draft: RegisteredDraft) -> str:
         )
     if CHAMPION in draft.aliases:
         undo = f"; `draftsmith drafts rollback --name {draft.name}` puts version {tags.get(REPLACES)} back"
-        then = f"is the champion, the draft that serving takes from now on{undo if tags.get(REPLACES) else ''}"
+        role = "the draft that serving takes from now on" if is_served else UNSERVED
+        then = f"is the champion, {role}{undo if tags.get(REPLACES) else ''}"
         return f"The gate is passed, so {version} {then}."
     if REFUSED in tags:
         return f"The gate is passed, but {version} is not promoted: {tags[REFUSED].rstrip('.')}."

@@ -86,6 +86,10 @@ class RunFacts:
     plan: Plan | None = None
     """What the run was expected to take."""
     devices: DeviceTime = field(default_factory=lambda: DeviceTime({}))
+    is_served: bool = True
+    """Whether some serving engine reads the exported draft."""
+    settings_for: Sequence[str] = ()
+    """Engines whose settings are in `export/serving`."""
 
     @property
     def planned(self) -> Mapping[str, str]:
@@ -117,6 +121,16 @@ class RunFacts:
             "of the target's probability": self.result.vocabulary_mass,
         }
         return ", ".join(f"{share:.1%} {whole}" for whole, share in shares.items() if share is not None)
+
+    @property
+    def answers(self) -> str:
+        """Whose answers the samples hold, where they are not those of the source."""
+        settings, unanswered = self.config.data.regeneration, self.samples.unanswered
+        if settings is None:
+            return ""
+        during = f"; {plural(unanswered, 'sample')} answered while captured" if unanswered else ""
+        limit = plural(settings.max_new_tokens, "token")
+        return f"the target's own, at temperature {settings.temperature:g}, of at most {limit}{during}"
 
     @property
     def sample_states(self) -> str:
@@ -153,7 +167,7 @@ def run_html(facts: RunFacts, plots: Path) -> str:
         written=f"{facts.written:%Y-%m-%d %H:%M %Z}".strip(),
         answer=answer(result),
         judged=text_of(result),
-        meaning=meaning(facts.target, result, facts.draft),
+        meaning=meaning(facts.target, result, facts.draft, facts.is_served),
         acceptance=acceptance_tables(result),
         findings=findings(result) | suite_findings(result),
         differences=[
@@ -187,7 +201,7 @@ def run_markdown(facts: RunFacts, plots: Path | None = None) -> str:
         facts=facts,
         is_note=is_note,
         answer=answer(facts.result),
-        meaning=meaning(facts.target, facts.result, facts.draft),
+        meaning=meaning(facts.target, facts.result, facts.draft, facts.is_served),
         findings=facts.findings,
         plots=[] if is_note else list(embedded(plots)),
         quarantined=[] if is_note else _quarantined(facts.quarantined[:LISTED]),

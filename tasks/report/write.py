@@ -18,6 +18,7 @@ from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
 from infra.records.benchmark_text import key, sources_on, text_of
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
+from infra.records.drafts import ExportRecord
 from infra.redaction import redacted
 from infra.run.device_time import device_time
 from infra.settings import prefect_is_private
@@ -25,6 +26,9 @@ from infra.tracking.runs import TrackedRun, describe_run
 from tasks.report.page import Link, RunFacts, run_html, run_markdown, version_line
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
+
+SETTINGS = {"SGLang": "sglang.json", "vLLM": "vllm.json"}
+"""Files of `export/serving` by engine."""
 
 
 @side_effect("write report", retries=1)
@@ -45,6 +49,8 @@ def write_report(
         written=datetime.now().astimezone(), links=tuple(links(run)), git_sha=git_sha(),
         generators=generators_changes(run.folder.generators), plan=read_plan(run.folder.plan),
         devices=device_time(run.folder, run.config.plan.price_per_hour),
+        is_served=bool(ExportRecord.read(run.folder.exported).layouts),
+        settings_for=[name for name, file in SETTINGS.items() if (run.folder.export / "serving" / file).is_file()],
     )  # fmt: skip
     write_files(run, facts)
     tracking = TrackedRun.read(run.tracking_record)

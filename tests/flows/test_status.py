@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from flows import status_command
 from flows.command_line import app
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
@@ -19,8 +21,10 @@ from infra.ledger.generators import Publication
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import plan_step, resume_run
 from infra.quantities import figure
+from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.refusal import Refusal
+from infra.tracking import registry
 from models.config.recipe import read_config
 from tasks.plan import plan_recipe
 
@@ -74,6 +78,37 @@ def test_where_every_sample_is(run: RunFolder) -> None:
     assert "epoch 0 ordinal 2 (sample 2): ValueError: hidden states are not finite" in text
     assert "interrupted while training; resume it with: draftsmith retrain --resume tiny-1" in text
     assert "bottleneck" not in text
+    assert "on their way" not in text, "nobody holds anything for a run that no process runs"
+
+
+def test_after_training_nothing_is_on_its_way(run: RunFolder) -> None:
+    run.training.write_text("{}")
+    with hold(run.run_lock):
+        text = told(run)
+    assert "10: 2 consumed, 1 quarantined, 7 not reached" in text
+    assert "on their way" not in text
+    assert "▒" not in text
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "shown"),
+    [
+        (("promoted", "rolled back"), "rolled back by somebody: slow"),
+        (("promoted",), "does not serve any more"),
+        ((), "does not serve"),
+    ],
+)
+def test_a_draft_without_an_alias_says_what_was_decided(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, outcomes: tuple[Any, ...], shown: str
+) -> None:
+    draft = RegisteredDraft(name="draft-tiny", version=2, model_id="m", aliases=())
+    decisions = [
+        registry.PromotionDecision(at=1, version=2, outcome=one, champion_before=1, by="somebody", reason="slow")
+        for one in outcomes
+    ]
+    monkeypatch.setattr(registry, "list_drafts", lambda *_: [draft])
+    monkeypatch.setattr(registry, "history", lambda *_: decisions)
+    assert status_command._alias(read_config(run.config), draft.name, 2) == shown
 
 
 def test_the_plan_is_held_against_what_is_measured(run: RunFolder) -> None:
@@ -94,11 +129,20 @@ def test_a_run_that_failed_says_why(run: RunFolder) -> None:
     assert "error the shape is [/INST] and [red]not[/red]" in text
 
 
+def test_a_run_that_failed_says_why_without_its_ledger(run: RunFolder) -> None:
+    run.failure.write_text("the ledger's disk is gone")
+    run.ledger_file.write_bytes(b"\0" * 8192)
+    text = told(run)
+    assert "error the ledger's disk is gone" in text
+    assert f"ledger the ledger {run.ledger_file} is damaged" in text
+
+
 def test_a_run_that_moves(run: RunFolder) -> None:
     write_metrics(run)
     with hold(run.run_lock):
         text = told(run)
     assert "state training samples" in text
+    assert "of 64 MiB between capture and training" in text
     assert "step 2 of 10, loss 7.250, acceptance by position 0.50 0.25, 580 tokens/s, about 4 min 0 s left" in text
     assert "training is the slow side" in text
     assert "stalled" not in text
@@ -158,7 +202,7 @@ def test_the_newest_run_is_meant_where_none_is_named(run: RunFolder, tmp_path: P
         written = run.config.stat().st_mtime - age
         os.utime(tmp_path / "runs" / name / "config.json", (written, written))
     assert "run newer" in re.sub(r"\s+", " ", CliRunner().invoke(app, ["status"]).output)
-    with pytest.raises(ValueError, match="no run oldest"):
+    with pytest.raises(ValueError, match=r"no run oldest: .*clean-up"):
         CliRunner().invoke(app, ["status", "oldest"], catch_exceptions=False)
 
 

@@ -98,6 +98,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: BenchmarkResult
         (opened.folder.export / "model.safetensors").write_text("weights")
         (opened.folder.export / "serving").mkdir()
         (opened.folder.export / "serving" / "sglang.json").write_text("{}")
+        exported = ExportRecord(path=str(opened.folder.export), layouts=("sglang",), sha256={})
+        write_atomically(opened.folder.exported, exported)
         opened.folder.plots.mkdir()
         (opened.folder.plots / "acceptance_by_position.png").write_bytes(PNG)
         rows = ((20, 8), (18, 6)) * 16  # 32 conversations, as many as the quickstart benchmarks
@@ -143,7 +145,10 @@ def trained() -> TrainingResult:
 
 @pytest.fixture
 def export(run: OpenRun) -> ExportRecord:
-    start = StartRecord(draft="champion", run=None, target="base", target_revision="b")
+    precision = CapturePrecision(
+        quantization=None, dtype="bfloat16", engine="sglang 0.5.23", kernels={"attention": "fa3"}
+    )
+    start = StartRecord(draft="champion", run=None, target="base", target_revision="b", precision=precision)
     sha256 = {"model.safetensors": "5a" * 32}
     return ExportRecord(path=str(run.folder.export), layouts=("sglang",), sha256=sha256, started_from=start)
 

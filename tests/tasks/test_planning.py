@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from infra.files.atomic import write_atomically
+from infra.planner.answers import Answers
 from infra.planner.page import plan_page, verdicts
 from infra.planner.plan import Plan, comparison, corrected, read_plan
 from infra.quantities import byte_size, duration, figure, si
@@ -101,6 +102,20 @@ def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
     assert now.seconds < plan.seconds  # inference was the slow side
     told = comparison(plan, rates)
     assert "86.0% of the peak in place of 43%" in told["inference"]
+    answers = Answers(
+        prompt_tokens=9,
+        answer_tokens=48,
+        copies=1,
+        devices_per_copy=1,
+        most_requests=1,
+        bandwidth_share=0.5,
+        before=0.2,
+    )
+    in_one_pass = plan.model_copy(update={"job": plan.job.model_copy(update={"answers": answers})})
+    assert "peak" not in comparison(in_one_pass, rates)["inference"], (
+        "answers are decoded, which prefill's peak ignores"
+    )
+    assert "of the peak" in comparison(in_one_pass, rates)["training"]
     assert told["split"].startswith("2 + 6 GPUs (inference + training) would give")
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     assert read_plan(tmp_path / "plan.json") == plan

@@ -1,14 +1,19 @@
 """What is done with a registered version: the gate's word, once, and only against the champion that it met."""
 
 from functools import partial
+from typing import Any
 
 import pytest
+from prefect import flow
+from prefect.client.schemas.objects import StateType
+from prefect.testing.utilities import prefect_test_harness
 
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking import registry
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
+from tasks.promotion import NOT_PROMOTED, ended
 
 REASON = "worse than version 3"
 
@@ -16,6 +21,30 @@ REASON = "worse than version 3"
 @pytest.fixture
 def failed(result: BenchmarkResult) -> GateDecision:
     return result.gate.model_copy(update={"passed": False, "reason": REASON})
+
+
+def aliased(alias: str) -> RegisteredDraft:
+    return RegisteredDraft(name="draft-tiny", version=2, model_id="m", aliases=(alias,))
+
+
+def test_a_run_whose_draft_does_not_serve_is_told_from_others(result: BenchmarkResult, failed: GateDecision) -> None:
+    assert ended("/runs/tiny-1", aliased(registry.CHAMPION), result.gate) == "/runs/tiny-1"
+    for gate, said in ((failed, f"The gate is not passed ({REASON})"), (result.gate, "waits for approval")):
+        state: Any = ended("/runs/tiny-1", aliased(registry.CHALLENGER), gate)
+        assert (state.type, state.name, state.data) == (StateType.COMPLETED, NOT_PROMOTED, "/runs/tiny-1")
+        assert said in state.message
+
+
+@pytest.mark.slow
+def test_prefect_hands_the_folder_to_the_caller(failed: GateDecision) -> None:
+    @flow
+    def run() -> str:
+        return ended("/runs/tiny-1", aliased(registry.CHALLENGER), failed)
+
+    with prefect_test_harness(server_startup_timeout=120):
+        state = run(return_state=True)
+        assert (state.type, state.name) == (StateType.COMPLETED, NOT_PROMOTED)
+        assert run() == "/runs/tiny-1"
 
 
 def again(tracking: TrackedRun, draft: RegisteredDraft) -> RegisteredDraft:

@@ -20,7 +20,12 @@ def test_a_run_registers_one_version_with_its_serving_settings(
     assert (draft.tags["beats_prompt_lookup"], draft.tags["not_beaten"]) == ("true", "none")
     assert draft.tags["target_revision"] == "rev"
     lineage = {name: value for name, value in draft.tags.items() if name.startswith("started_from")}
-    assert lineage == {"started_from": "champion", "started_from_target": "base", "started_from_target_revision": "b"}
+    assert lineage == {
+        "started_from": "champion",
+        "started_from_target": "base",
+        "started_from_target_revision": "b",
+        "started_from_precision": "sglang 0.5.23, bfloat16, attention fa3",
+    }
     assert draft.tags["gate"] == "passed"
     assert (draft.tags["lookahead"], draft.tags["best_lookahead"]) == ("4", "3")
     assert draft.tags["weights_sha256"] == "5a" * 32

@@ -123,7 +123,30 @@ def test_the_slow_side_is_the_one_that_the_others_wait_for(
         assert rates.inference is not None
         assert rates.transport is not None
         assert (side == "inference") == (rates.inference <= rates.transport)
-    assert in_words(rates).startswith(f"{side} is the slow side: training could take 100 tokens/s (1 rank)")
+    words = in_words(rates)
+    if (
+        side != "training"
+        and rates.inference
+        and rates.transport
+        and rates.inference * rates.transport >= 100 * (rates.inference + rates.transport)
+    ):
+        assert words.startswith("no side is the slow one: training could take 100 tokens/s (1 rank)")
+        assert "would help" not in words
+    else:
+        assert words.startswith(f"{side} is the slow side: training could take 100 tokens/s (1 rank)")
+        assert "would help" in words
+
+
+def test_waiting_for_the_first_samples_asks_for_no_more_generators() -> None:
+    """Of a short run, which captures four times as fast as it trains."""
+    rates = SideRates(
+        inference=9431.0, transport=155_247.0, training=2227.0, data_wait_share=0.051, generators=1, ranks=1
+    )
+    assert in_words(rates).endswith(
+        "training waits for data 5% of the time although enough could be captured, as at "
+        "the start of a run or while users of a live server send little"
+    )
+    assert "more generators" in in_words(rates.model_copy(update={"inference": 2000.0}))
 
 
 def test_words_before_anything_was_trained() -> None:

@@ -166,3 +166,17 @@ def test_a_draft_of_a_quantized_target_is_served_unquantized(tmp_path):
     assert "--speculative-draft-model-quantization unquant --quantization fp8" in text
     assert "while this draft learned from it: fp8, computed by sglang 0.5.23, bfloat16, attention_backend fa3." in text
     assert '"quantization": null}' in text
+
+
+@pytest.mark.parametrize(
+    ("layers", "draft", "read"),
+    [
+        ("[0, 1, 2]", "{method: medusa}", "It reads the output of the target's layer 2 (counted from 0) and"),
+        ("[1, 2]", "{method: eagle3, %s}", "It reads the outputs of the target's layers 1, 2 (counted from 0) and"),
+        ("[]", "{method: mtp, family: mimo, %s}", "It reads the target's last hidden state, after the final norm, and"),
+    ],
+)
+def test_a_card_says_what_its_method_reads(tmp_path, layers, draft, read):
+    sizes = "num_heads: 4, num_kv_heads: 2, head_dim: 32, intermediate_size: 256"
+    given = [f"target.aux_layer_ids={layers}", f"draft={draft.replace('%s', sizes)}"]
+    assert read in card(tmp_path, load_recipe(RECIPES / "tiny.yaml", given))[1]

@@ -310,8 +310,8 @@ def test_the_gate_says_what_each_category_could_show(result: BenchmarkResult) ->
 def test_a_gate_not_passed_says_how_many_prompts_would_have_shown_the_difference(result: BenchmarkResult) -> None:
     gate = result.gate.model_copy(update={"passed": False, "prompts_needed": 424})
     said = findings(result.model_copy(update={"gate": gate}))["Gate"]
-    assert said.endswith("can show is 10.0%, a difference as large as this one takes 424")
-    assert "takes" not in findings(result)["Gate"]
+    assert said.endswith("a difference of 10.0% in four of five cases, and would show this one if they were 424")
+    assert "this one" not in findings(result)["Gate"]
     # Where all prompts agree, the jackknife finds no error, of two prompts as of a thousand.
     gate = gate.model_copy(update={"smallest_detectable": math.expm1(math.log1p(gate.margin)), "prompts_needed": None})
     said = findings(result.model_copy(update={"gate": gate}))["Gate"]

@@ -25,6 +25,7 @@ from infra.records.data_path import (
     TargetRecord,
     TrainingResult,
 )
+from models.config.data import RegenerationConfig
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
 from tasks.report.meaning import answer
@@ -97,6 +98,33 @@ def facts(target: TargetRecord, samples: SamplesRecord, trained: TrainingResult,
 
 def page(facts: RunFacts, run: OpenRun) -> Page:
     return Page(run_html(facts, run.folder.plots))
+
+
+def test_only_engines_that_read_the_draft_are_named(facts: RunFacts, run: OpenRun) -> None:
+    """As a Medusa draft is read by none, and an EAGLE-3 draft whose proposals never pay has no settings for vLLM."""
+    served = page(replace(facts, settings_for=("SGLang",)), run).text
+    assert "The folder export/serving holds the same as settings of SGLang." in served
+    assert "vLLM" not in served
+    assert "the draft that serving takes from now on" in served
+    unserved = replace(facts, is_served=False)
+    shown = page(unserved, run).text
+    assert "No serving engine reads this draft, so these are figures of Draftsmith's own decoder." in shown
+    for text in (shown, run_markdown(unserved)):
+        assert "is the champion, although no serving engine reads this draft" in text
+        assert "serving takes" not in text
+
+
+def test_text_that_the_target_wrote_is_told_of(facts: RunFacts, run: OpenRun) -> None:
+    assert "Answers" not in page(facts, run).text
+    answered = facts.config.model_copy(
+        update={"data": facts.config.data.model_copy(update={"regeneration": RegenerationConfig(max_new_tokens=48)})}
+    )
+    before = page(replace(facts, config=answered), run).text
+    assert "Answers The target's own, at temperature 0.7, of at most 48 tokens. " in before
+    partly = replace(facts, config=answered, samples=facts.samples.model_copy(update={"unanswered": 163}))
+    shown = page(partly, run).text
+    assert "of at most 48 tokens; 163 samples answered while captured." in shown
+    assert "Training tokens at most 7,890,123 per epoch" in shown
 
 
 def test_it_needs_nothing_but_itself(facts: RunFacts, run: OpenRun) -> None:
