@@ -136,7 +136,7 @@ class DriftTest:
         if self.middle >= length or bound <= (1 - self.fall / 2) * length:
             need = int(len(self.reference.requests) * ((length - bound) / (self.fall / 2 * length)) ** 2) + 1
             raise Refusal(
-                f"the benchmark knows its acceptance length only to {1 - bound / length:.1%} (lower 97.5 % bound "
+                f"the benchmark knows its acceptance length only to {1 - bound / length:.1%} (lower 97.5% bound "
                 f"{bound:.3f} of {length:.3f}), too rough for a fall of {self.fall:.0%}: set benchmark.prompts to "
                 f"more than {need} and retrain"
             )

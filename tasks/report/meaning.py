@@ -26,7 +26,7 @@ def answer(result: BenchmarkResult) -> str:
     figures = (
         f"{gate.challenger / gate.champion:.2f} times the {what} of {gate.against}{load}, on {text_of(result)}{where}"
     )
-    sure = f"at least {1 + gate.lower_bound:.2f} times with 97.5 % confidence"
+    sure = f"at least {1 + gate.lower_bound:.2f} times with 97.5% confidence"
     if gate.passed:
         return f"Better than every rival: {figures}; {sure}{_slower(result)}."
     if gate.instead:
@@ -82,7 +82,7 @@ def compared(result: BenchmarkResult) -> str:
     return (
         f"{text}."
         if gate.against in UNTRAINED
-        else f"{text} (the gate: at least {signed(gate.lower_bound)} with 97.5 % confidence)."
+        else f"{text} (the gate: at least {signed(gate.lower_bound)} with 97.5% confidence)."
     )
 
 

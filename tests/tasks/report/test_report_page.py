@@ -321,7 +321,7 @@ def test_it_opens_with_the_answer(facts: RunFacts, run: OpenRun, changes: dict[s
     shown = page(replace(facts, result=facts.result.model_copy(update={"gate": gate})), run).paragraphs[""][-1]
     assert shown.startswith(said)
     needed = ", and more than 1.3 times is needed" if "margin" in changes else ""
-    sure = f"on greedy text; at least 1.20 times with 97.5 % confidence{needed}."
+    sure = f"on greedy text; at least 1.20 times with 97.5% confidence{needed}."
     assert f" 1.50 times the tokens per {what}" in shown
     assert shown.endswith(sure)
 
