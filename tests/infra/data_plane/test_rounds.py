@@ -56,7 +56,7 @@ def in_turns(folder: RunFolder) -> list[str]:
 
 
 def alternating(folder: RunFolder, budget_bytes: int = ROUND_BYTES) -> RunFolder:
-    write_atomically(folder.sharing, Sharing(mode="alternate", why="a test", budget_bytes=budget_bytes))
+    write_atomically(folder.sharing, Sharing(mode="alternate", why="a test", budget_bytes=budget_bytes, on_disk=True))
     return folder
 
 
