@@ -22,7 +22,8 @@ from tasks.deployments import DeploymentRecord
 from tasks.overview import LOOKED_AT, runs_of
 
 ROOT = Path(__file__).parents[2]
-WATCHED, CRON = "http://127.0.0.1:30000", "0 4 * * 1"
+WATCHED, CRON = "http://127.0.0.1:30000", "0 4 29 2 *"
+"""Prefect plans no run of this one, among those that the tests make, but in a leap year's February."""
 CHANGING = {"updated", "created", "last_polled", "status"}
 
 

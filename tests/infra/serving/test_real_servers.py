@@ -29,6 +29,7 @@ def world(path_in_memory: Path, registry_in_memory: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with serving_world(path_in_memory, registry_in_memory, 2) as world:
+        world.swaps = True
         yield world
 
 
