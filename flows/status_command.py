@@ -121,7 +121,7 @@ def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
         yield "error", folder.failure.read_text().strip()
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
-            yield from _samples(ledger, folder, config, owned)
+            yield from _samples(ledger, folder, owned)
             yield from _training(folder, config, last_object(folder.metrics))
             yield from _generators(folder, config)
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
@@ -209,7 +209,7 @@ def _decided(uri: str, draft: str, version: int) -> str:
     return f"{last.outcome} by {last.by}" + (f": {last.reason}" if last.reason else "")
 
 
-def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig", owned: bool) -> Iterator[tuple[str, str]]:
+def _samples(ledger: "Ledger", folder: RunFolder, owned: bool) -> Iterator[tuple[str, str]]:
     """Where they are; once the training has ended, the store is gone, and so is all that was on its way."""
     states = ledger.progress()
     if not states.total:
@@ -221,22 +221,16 @@ def _samples(ledger: "Ledger", folder: RunFolder, config: "RunConfig", owned: bo
         counts["not reached"] = states.total - sum(counts.values())
     told = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     yield "samples", f"{_bar(states, ended)} {states.total:,}: {told}"
-    from infra.transport.budget import budget_of
-
-    budget = budget_of(config.transport, folder)
     if folder.sharing.is_file():
         from infra.ledger.rounds import trainer_has_turn
         from infra.records.sharing import read_sharing
 
         sharing = read_sharing(folder)
-        budget = sharing.budget_bytes
         if sharing.mode == "alternate":
             yield "turn", "training" if trainer_has_turn(ledger) else "capture"
-    if owned and not ended:
-        yield (
-            "on their way",
-            f"{states.bytes_held / 2**20:.0f} of {budget / 2**20:.0f} MiB between capture and training",
-        )
+        if owned and not ended:
+            held, budget = (nbytes / 2**20 for nbytes in (states.bytes_held, sharing.budget_bytes))
+            yield "on their way", f"{held:.0f} of {budget:.0f} MiB between capture and training"
     if states.attempts:
         yield "failures", plural(states.attempts, "capture failure")
     bad = ledger.quarantined()

@@ -19,7 +19,7 @@ class Sharing(Record):
     on_disk: bool = False
     """Whether they lie in the run folder: rounds, which must survive the flow, or what shared memory has no room for.
 
-    A run's ledger keeps its budget, so rounds stay there also where the run is resumed with two pools."""
+    A run's ledger keeps the budget of its rounds, so they stay there also where it is resumed with two pools."""
     generator_bytes: int | None = None
     """Memory of each shared GPU that a generator may use, with `share`."""
     static_bytes: int | None = None

@@ -8,7 +8,7 @@ LEAST_BUDGET = 512 * 2**20
 
 
 def memory_budget(config: TransportConfig, needed: int) -> int:
-    """The recipe's budget in bytes; by default what the samples in flight need, which is `needed`, or a little more."""
+    """The recipe's budget in bytes; by default `needed`, which the samples in flight may take, or `LEAST_BUDGET`."""
     return max(LEAST_BUDGET, needed) if config.budget_mib is None else config.budget_mib * 2**20
 
 

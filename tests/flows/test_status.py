@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from flows import status_command
 from flows.command_line import app
+from infra.files.atomic import write_atomically
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.generators import Publication
@@ -23,6 +24,7 @@ from infra.ledger.trainers import plan_step, resume_run
 from infra.quantities import figure
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
+from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.tracking import registry
 from models.config.recipe import read_config
@@ -139,6 +141,7 @@ def test_a_run_that_failed_says_why_without_its_ledger(run: RunFolder) -> None:
 
 def test_a_run_that_moves(run: RunFolder) -> None:
     write_metrics(run)
+    write_atomically(run.sharing, Sharing(mode="apart", why="", budget_bytes=64 * 2**20))
     with hold(run.run_lock):
         text = told(run)
     assert "state training samples" in text
