@@ -31,6 +31,7 @@ def init(
 
     from models.config.recipe import as_recipe
     from models.config.target_settings import completed
+    from tasks.plan import division
 
     name = name or re.sub(r"[^a-z0-9._-]+", "-", os.path.basename(os.path.abspath(target)).lower()).strip("-._")
     if not name:
@@ -39,7 +40,9 @@ def init(
     if output.exists():
         raise Refusal(f"{output} exists: remove it, or name another file with --output")
     data = _data(source)
-    tree = completed({"name": name, "target": {"name": target}, "data": data, **_pools()})
+    tree = completed({"name": name, "target": {"name": target}, "data": data})
+    divided, why = division(tree)
+    tree |= divided
     as_recipe(tree, str(output))
     text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
     write_output("--output", output, HEAD + text)
@@ -47,7 +50,11 @@ def init(
     if "chat_template" in data:
         check += ["--chat-template", data["chat_template"]]
     commands = [check, ["retrain", str(output), "--plan"], ["retrain", str(output)]]
-    print(f"{output}\n\nnext:", *(shlex.join(["draftsmith", *command]) for command in commands), sep="\n  ")
+    print(
+        f"{output}\n" + (f"{why}\n" if why else "") + "\nnext:",
+        *(shlex.join(["draftsmith", *command]) for command in commands),
+        sep="\n  ",
+    )
 
 
 def write_output(option: str, path: Path, text: str) -> None:
@@ -67,10 +74,3 @@ def _data(source: str) -> dict[str, Any]:
         check = ["draftsmith", "data", "check", source]
         raise Refusal(f"{source} holds no record that can be used: `{shlex.join(check)}` lists why")
     return {"source": source} | ({"chat_template": "none", "overlong": "split"} if kind != "conversation" else {})
-
-
-def _pools() -> dict[str, Any]:
-    """This machine's GPUs: one for each side, or one that both share."""
-    from infra.pools.local import LocalPools
-
-    return {"pools": {"inference_gpus": 1, "training_gpus": 1}} if LocalPools().gpus else {}

@@ -16,9 +16,10 @@ from infra.planner.answers import Answers
 from infra.planner.devices import CPU, DEVICES, Device, device_named, host_memory
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
-from infra.planner.refusals import refusals
+from infra.planner.refusals import least_devices, refusals
 from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
+from infra.planner.split import WORTH_SAYING, all_splits
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
 from infra.quantities import figure, plural
@@ -28,8 +29,8 @@ from infra.settings import expanded, runs_folder
 from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
 from models.config.data import LIVE, PLAIN_BATCH
-from models.config.recipe import RunConfig, check_layers
-from models.config.target_settings import read_shape
+from models.config.recipe import RunConfig, as_recipe, check_layers
+from models.config.target_settings import Tree, read_shape
 
 READ_BYTES = 4 * 2**20
 """Bytes of a local .jsonl file that are read to estimate its line length."""
@@ -73,6 +74,36 @@ def checked_plan(config: RunConfig) -> Plan:
     if obstacles := refusals(plan):
         raise Refusal("this recipe cannot run:\n" + "\n".join(f"  {obstacle}" for obstacle in obstacles))
     return plan
+
+
+def division(tree: Tree) -> tuple[Tree, str]:
+    """How a recipe for this machine divides its GPUs, and why; nothing without GPUs.
+
+    A generator gets as few GPUs as hold the target. Of the divisions that are nearly the fastest it is the one with the
+    fewest GPUs. Both sides take turns on all GPUs where the target leaves none to the trainer.
+    """
+    gpus = len(LocalPools().gpus)
+    if not gpus:
+        return {}, ""
+    both: Tree = {"pools": {"inference_gpus": gpus, "training_gpus": gpus}}
+    if gpus == 1:
+        return both, "generators and trainer share the GPU of this machine"
+    plan = plan_recipe(as_recipe(tree | {"pools": {"inference_gpus": 1, "training_gpus": 1}}, "the recipe"))
+    held = least_devices(plan.target_bytes, plan.job.memory_bytes)
+    if held >= gpus:
+        return both, f"all GPUs of this machine for generators and trainer in turns: the target alone takes {held}"
+    sides = make_plan(plan.job.model_copy(update={"devices_per_generator": held})).sides
+    divisions = [one for count in range(held + 1, gpus + 1) for one in all_splits(sides, count)]
+    enough = max(one.samples_per_s for one in divisions) / (1 + WORTH_SAYING)
+    best = min((one for one in divisions if one.samples_per_s >= enough), key=lambda one: one.devices)
+    pools = {"inference_gpus": best.inference_devices, "training_gpus": best.training_devices}
+    generators = best.inference_devices // held
+    used = "all" if best.devices == gpus else f"{best.devices} of the {gpus}"
+    why = (
+        f"{used} GPUs of this machine: {plural(generators, 'generator')} with {held} each, and a trainer with "
+        f"{best.training_devices}; by the planner's estimate no other division is faster"
+    )
+    return {"pools": pools, "generator": {"count": generators}}, why
 
 
 def _setting(config: RunConfig, target: TargetShape, device: Device) -> Setting:

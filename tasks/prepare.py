@@ -21,7 +21,7 @@ from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from infra.tracking.registry import champion, download, find_version
 from infra.transport.budget import memory_budget
-from infra.transport.choice import IN_MEMORY, round_bytes, run_memory_folder, shortage
+from infra.transport.choice import IN_MEMORY, NoRoomError, round_bytes, run_memory_folder, shortage
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
 from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
@@ -139,6 +139,8 @@ def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None
     try:
         plan = plan_recipe(config, target, samples)
     except Refusal as error:
+        if isinstance(error, NoRoomError) and not run.folder.sharing.is_file():  # else it goes on with what it has
+            raise
         get_run_logger().warning("no plan: %s", error)
         plan = None
     else:

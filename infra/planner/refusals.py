@@ -9,6 +9,8 @@ from infra.records.data_path import Record
 
 GIB = 2**30
 LEAST_CHUNK = 32
+TARGET_SHARE = 0.9
+"""Share of a generator's memory that the target's weights may take; the rest is its cache's."""
 HOST_SHARE = 0.8
 """Share of the host's memory that samples may take; engines, trainers and the page cache need the rest."""
 
@@ -34,11 +36,10 @@ def refusals(plan: Plan) -> tuple[PlanObstacle, ...]:
 def _found(plan: Plan) -> Iterator[PlanObstacle]:
     job = plan.job
     if job.device.is_gpu and job.memory_bytes:
-        room = int(job.memory_bytes * job.devices_per_generator * 0.9)
+        room = int(job.memory_bytes * job.devices_per_generator * TARGET_SHARE)
         if plan.target_bytes > room:
             held = "as it is quantized" if job.target.bytes_per_weight else f"in {job.inference_precision}"
-            needed = -(-plan.target_bytes // int(job.memory_bytes * 0.9))
-            needed, machines = _on_machines(job, needed)
+            needed, machines = _on_machines(job, least_devices(plan.target_bytes, job.memory_bytes))
             yield PlanObstacle(
                 problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB {held}, "
                 f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
@@ -69,11 +70,14 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
         )
 
 
-def _on_machines(job: Job, devices: int) -> tuple[int, tuple[str, ...]]:
-    """Number of GPUs for a generator that needs at least `devices`, and the overrides that spread it over machines.
+def least_devices(target_bytes: int, memory_bytes: int) -> int:
+    """GPUs that hold a copy of the target: a power of two, because other numbers seldom divide its heads."""
+    return _power_of_two(-(-target_bytes // int(memory_bytes * TARGET_SHARE)))
 
-    Powers of two, because other numbers seldom divide a target's heads. No overrides if one machine is enough.
-    """
+
+def _on_machines(job: Job, devices: int) -> tuple[int, tuple[str, ...]]:
+    """Number of GPUs for a generator that needs at least `devices`, a power of two, and the overrides that spread it
+    over machines; none if one machine is enough."""
     devices = _power_of_two(devices)
     if devices <= job.machine_devices or not job.machine_devices:
         return devices, ()

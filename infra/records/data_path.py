@@ -106,8 +106,7 @@ class SamplesRecord(Record):
     with_images: int = 0
     """Training samples with images in them."""
     unanswered: int = 0
-    """Training samples that are prompts, answered while they are captured; their tokens count as the most they may
-    have."""
+    """Training samples that are prompts, answered while captured; their tokens count as the most they may have."""
     source_hash: str = ""
     """Hash of the source's files."""
     source_revision: str | None = None
@@ -130,8 +129,7 @@ class RegeneratedRecord(Record):
     documents: int
     duplicates: int
     """Documents left out because another one asks the same, or goes on from there."""
-    tokens: int
-    """Generated ones."""
+    tokens: int  # generated ones
     cut: int
     """Documents with an answer that reached the length limit."""
     refused: int = 0
@@ -145,6 +143,8 @@ class RegeneratedRecord(Record):
     wall_s: float
     unanswered: int = 0
     """Prompts that are answered while they are captured."""
+    not_asked: int = 0
+    """Dialogues that `data.max_samples` does not need."""
     source_revision: str | None = None
     """The commit, where the prompts came from a dataset of the Hub."""
 
@@ -157,6 +157,7 @@ class RegeneratedRecord(Record):
             f"{self.cut} cut at the limit, {self.duplicates} duplicates left out, {self.refused} refused ({shown})"
             + (f"; {self.ended_early} end before their last turn, most at data.max_tokens" if self.ended_early else "")
             + (f"; {self.unanswered} prompts are answered while they are captured" if self.unanswered else "")
+            + (f"; {self.not_asked} not asked, because data.max_samples needs no more" if self.not_asked else "")
             + "".join(f"\n  left out: {refusal}" for refusal in self.refusals)
         )
 
@@ -242,8 +243,7 @@ class PlannedSample(Record):
     ordinal: int
     sample: int
     tokens: int
-    rank: int
-    """Or group of ranks, where several share a sample."""
+    rank: int  # or group of ranks, where several share a sample
     micro_batch: int
     object: ObjectRecord
     answer: tuple[int, ...] | None = None

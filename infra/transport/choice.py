@@ -7,6 +7,7 @@ from pathlib import Path
 
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
+from infra.quantities import byte_size
 from infra.records.data_path import StoreRecord
 from infra.records.sharing import read_sharing
 from infra.refusal import Refusal
@@ -69,12 +70,16 @@ def _object_bytes(config: TransportConfig, budget: int) -> int:
     return store_bytes(budget) if config.kind == "mooncake" else budget + BEYOND_BUDGET
 
 
+class NoRoomError(Refusal):
+    """The disk is too small for a round of hidden states."""
+
+
 def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoints: int, needed: int) -> int:
     """Bytes of a round of capture and training in turns (pools.sharing=alternate).
 
     Files take a whole epoch, or half of what is free in their folder, by default that of the run `run`, besides
-    `checkpoints` bytes. Memory has the budget of samples in flight, which may need `needed`. Raises Refusal for a round
-    that the disk has no room for.
+    `checkpoints` bytes. Memory has the budget of samples in flight, which may need `needed`. Raises NoRoomError for a
+    round that the disk has no room for.
     """
     if config.kind in IN_MEMORY:
         return memory_budget(config, needed)
@@ -82,13 +87,29 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoint
     if config.kind == "stored":
         return wanted  # stored objects stay, so all must fit anyway
     folder = run if config.folder is None else Path(config.folder)
-    free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.is_dir())).free
+    there = _existing(folder)
+    free = shutil.disk_usage(there).free
     if config.round_mib is not None and wanted > free:
-        raise Refusal(
+        raise NoRoomError(
             f"transport.round_mib={config.round_mib}: {folder} has {free // 2**20} MiB free: lower it, leave it out, "
             "or name another transport.folder"
         )
-    return wanted if config.round_mib is not None else min(wanted, max(0, free - checkpoints) // 2)
+    if config.round_mib is not None:
+        return wanted
+    kept = checkpoints if there.stat().st_dev == _existing(run).stat().st_dev else 0
+    room = max(0, free - kept) // 2
+    if room < min(wanted, needed):
+        raise NoRoomError(
+            f"{folder} has {byte_size(free)} free, and a round of hidden states takes half of what the run's "
+            f"checkpoints ({byte_size(kept)}) leave of it, at least {byte_size(min(wanted, needed))}: free some, keep "
+            "fewer checkpoints (training.keep_checkpoints), or name a transport.folder on another disk"
+        )
+    return min(wanted, room)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:

@@ -107,7 +107,11 @@ class DataConfig(StrictConfig):
         lt=0.5,
         description="Share of dialogues that are held out, with all that begin with the same question.",
     )
-    max_samples: AtLeastOne | None = Field(default=None, description="Most training samples; default: all.")
+    max_samples: AtLeastOne | None = Field(
+        default=None,
+        description="Most training samples; default: all. With `regeneration` no more prompts are answered than these "
+        "and the held-out part need, and a tenth to spare.",
+    )
 
     @model_validator(mode="after")
     def _regenerated_as_generated(self) -> Self:

@@ -30,7 +30,7 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.refusal import Refusal
 from infra.run.gpu_use import measured_use
 from infra.settings import cache_folder
-from models.config.data import NO_TEMPLATE
+from models.config.data import NO_TEMPLATE, DataConfig
 from models.config.recipe import read_config
 from models.data.chat_template import open_chat_template
 from models.data.conversations import source_hash, source_revision, training_documents
@@ -44,13 +44,15 @@ from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
 from models.run import RunWithTarget
 
-FORMAT = 7
+FORMAT = 8
 """Increment when the same input gives other prompts."""
 REFUSED = ".refused.jsonl"
 """Suffix of the list of dialogues that ended before their first answer, with the reasons."""
 LOCK_WAIT_S = 24 * 3600.0  # another run may be regenerating the same text
 LEAST_BEFORE = 32
 """Fewest dialogues that are answered before the training, with data.regeneration.capture."""
+SPARE = 1.1
+"""Dialogues that are asked for each one that data.max_samples needs: some are refused, too long or alike."""
 SYNC_S = 1.0
 """Seconds of answers that a power failure may cost; a killed process loses none that is finished."""
 
@@ -62,8 +64,9 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     content = source_hash(source)
     file = cache_folder() / "regenerated" / f"{_key(run, content)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    dialogues = _distinct(run)
+    distinct = list(_distinct(run).values())
     check_unchanged(source, content)
+    dialogues = _needed(run.config.data, distinct)
     refused = file.with_suffix(REFUSED)
 
     def is_there() -> bool:
@@ -73,7 +76,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
         try:
             with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
                 if not is_there():
-                    _answer_all(run, list(dialogues.values()), file)
+                    _answer_all(run, dialogues, file)
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     for path in (file, refused):
@@ -90,7 +93,8 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
         path=str(file),
         documents=counts["documents"],
         unanswered=counts["open"],
-        duplicates=sum(1 for _ in training_documents(run.config.data)) - len(dialogues),
+        duplicates=sum(1 for _ in training_documents(run.config.data)) - len(distinct),
+        not_asked=len(distinct) - len(dialogues),
         tokens=counts["tokens"],
         cut=counts["cut"],
         refused=len(refusals),
@@ -122,6 +126,7 @@ def _key(run: RunWithTarget, content: str) -> str:
         config.seed,
         config.data.answered_before,
         config.data.turns,
+        _most_dialogues(config.data),
         *([] if config.data.images is None else [images_hash(config.data.images)]),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -143,6 +148,28 @@ def _distinct(run: RunWithTarget) -> dict[str, Dialogue]:
         if whole:
             continued |= dialogue.asked_before
     return {asked: dialogue for asked, dialogue in dialogues.items() if asked not in continued}
+
+
+def _most_dialogues(data: DataConfig) -> int | None:
+    """Dialogues that give `data.max_samples` training samples and their held-out part; None: all there are."""
+    if data.max_samples is None:
+        return None
+    return max(LEAST_BEFORE, math.ceil(SPARE * data.max_samples / (1 - data.heldout_share)))
+
+
+def _needed(data: DataConfig, dialogues: list[Dialogue]) -> list[Dialogue]:
+    """The dialogues that are asked at all: an answer is dear, and training takes `data.max_samples` of them."""
+    most = _most_dialogues(data)
+    if most is None or most >= len(dialogues):
+        return dialogues
+    asked, _ = _parted(dialogues, most)
+    if len(asked) < len(dialogues):
+        print(
+            f"{len(asked):,} of {len(dialogues):,} dialogues are asked: data.max_samples={data.max_samples} needs no "
+            "more",
+            flush=True,
+        )
+    return asked
 
 
 def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> None:
@@ -187,15 +214,21 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
 
 
 def _divided(run: RunWithTarget, dialogues: list[Dialogue]) -> tuple[list[Dialogue], list[Dialogue]]:
-    """The dialogues that are answered now, which do not depend on the source's order, and those left for later.
+    """The dialogues that are answered now, and those left for later."""
+    return _parted(dialogues, max(LEAST_BEFORE, math.ceil(run.config.data.answered_before * len(dialogues))))
+
+
+def _parted(dialogues: list[Dialogue], count: int) -> tuple[list[Dialogue], list[Dialogue]]:
+    """`count` dialogues or a few more, which do not depend on the source's order, and the others; both in order.
 
     Those that begin with the same question stay together, as they do in the held-out part, which needs answers.
     """
-    count = max(LEAST_BEFORE, math.ceil(run.config.data.answered_before * len(dialogues)))
-    beginnings = {dialogue.asked: dialogue.document.dialogue_hash for dialogue in dialogues}
-    last = max(sorted(beginnings.values())[:count], default="")
-    now = {asked for asked, beginning in beginnings.items() if beginning <= last}
-    return [one for one in dialogues if one.asked in now], [one for one in dialogues if one.asked not in now]
+    beginnings = [dialogue.document.dialogue_hash for dialogue in dialogues]
+    last = max(sorted(beginnings)[:count], default="")
+    first, others = list[Dialogue](), list[Dialogue]()
+    for dialogue, beginning in zip(dialogues, beginnings, strict=True):
+        (first if beginning <= last else others).append(dialogue)
+    return first, others
 
 
 def _is_open(line: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 """How generators and trainer share a machine: chosen from what the machine has, refused where it cannot be."""
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from infra.files.run_folder import RunFolder
 from infra.planner.page import plan_page
 from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
+from infra.planner.split import advice
 from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
-from infra.transport.choice import objects_folder, open_transport, run_memory_folder
+from infra.transport.choice import NoRoomError, objects_folder, open_transport, run_memory_folder
 from infra.transport.files import FileTransport
-from models.config.recipe import load_recipe
-from tasks.plan import checked_plan, on_this_machine, plan_recipe
+from models.config.recipe import as_recipe, load_recipe
+from tasks.plan import checked_plan, division, on_this_machine, plan_recipe
 from tasks.pools import leased_specs
 from tasks.prepare import decide_sharing
 from tasks.run import OpenRun
@@ -186,9 +188,12 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     folder = RunFolder(tmp_path)
     assert decide_sharing(config, folder, None, EPOCH, 0).budget_bytes == 2 * 2**30
     assert decide_sharing(config, folder, None, 2**30, 0).budget_bytes == 2**30
-    checkpoints = 4 * plan_recipe(config).checkpoint_bytes  # two are kept, one is written, and the export
-    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=4 * 2**30 + checkpoints))
-    assert decide_sharing(config, folder, plan_recipe(config), EPOCH, 0).budget_bytes == 2 * 2**30
+    with pytest.raises(NoRoomError, match=r"has 4 GiB free, .* fewer checkpoints \(training\.keep_checkpoints\)"):
+        plan_recipe(config)
+    apart = load_recipe(ONE, ["pools.sharing=apart", "plan.gpus=2"])
+    checkpoints = 4 * plan_recipe(apart).checkpoint_bytes  # two are kept, one is written, and the export
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=12 * 2**30 + checkpoints))
+    assert decide_sharing(config, folder, plan_recipe(config), EPOCH, 0).budget_bytes == 6 * 2**30
     given = load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=3072"])
     sharing = decide_sharing(given, folder, plan_recipe(given), EPOCH, 0)
     assert sharing.budget_bytes == 3 * 2**30
@@ -197,7 +202,7 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
     with pytest.raises(Refusal, match=r"round_mib=5120: .* has 4096 MiB free"):
         decide_sharing(too_much, folder, None, EPOCH, 0)
     folder.sharing.write_text(sharing.model_dump_json())
-    assert decide_sharing(config, folder, plan_recipe(config), EPOCH, 0).budget_bytes == 3 * 2**30
+    assert decide_sharing(config, folder, None, EPOCH, 0).budget_bytes == 3 * 2**30
 
 
 def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memory_is_too_small(
@@ -244,6 +249,46 @@ def test_all_processes_of_a_run_look_in_one_place_though_another_run_frees_share
     run_memory_folder(run).rmdir()
     blocks.f_bavail = 8 * 1024
     assert objects_folder(config.transport, run) == run.path / "objects"
+
+
+def shape(folder: Path, layers: int, hidden: int) -> str:
+    """A target's folder, of which only the shape is known."""
+    folder.mkdir()
+    settings = {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": 128_256, "num_attention_heads": 64}
+    settings |= {"num_key_value_heads": 8, "intermediate_size": 7 * hidden // 2, "head_dim": 128, "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gpus", "pools", "generators"),
+    [
+        (16, 0, (0, 0), 1), (16, 1, (1, 1), 1), (16, 2, (1, 1), 1), (16, 8, (2, 4), 2),
+        (80, 2, (2, 2), 1), (80, 4, (2, 1), 1), (80, 8, (6, 2), 3), (80, 3, (2, 1), 1),
+    ],
+)  # fmt: skip
+def test_a_recipe_is_written_for_the_gpus_of_this_machine(
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    gpus: int,
+    pools: tuple[int, int],
+    generators: int,
+) -> None:
+    """A generator holds the target, nothing is refused, and the plan knows no better division."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=2**40))
+    if gpus:
+        machine("NVIDIA H100 80GB HBM3", gpus, 80)
+    target = shape(tmp_path / "target", layers, 8192)
+    tree = {"name": "x", "target": {"name": target}, "data": {"source": "python-docs"}}
+    found, why = division(tree)
+    assert bool(why) == bool(gpus)
+    config = as_recipe(tree | found, "here")
+    assert (config.pools.inference_gpus, config.pools.training_gpus, config.generator.count) == (*pools, generators)
+    if gpus:
+        plan = checked_plan(config)
+        assert pools == (gpus, gpus) or advice(plan.sides, plan.present, "GPU").startswith("no other")
 
 
 @pytest.mark.parametrize(("mode", "leased"), [("apart", [1, 2]), ("alternate", [2]), ("share", [2])])

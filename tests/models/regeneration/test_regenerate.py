@@ -162,6 +162,24 @@ def test_a_log_of_requests_is_answered_once(task_of: Callable[..., RunWithTarget
     assert [len(found) for found in answers(last)] == [1, 2, 3, 1]
 
 
+def test_no_more_is_asked_than_the_samples_need(
+    task_of: Callable[..., RunWithTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("models.regeneration.regenerate.LEAST_BEFORE", 1)
+    asked = [conversation(f"{question} And {number}?") for number in range(5) for question in QUESTIONS]
+    whole = {document.messages[0].content for document in read_documents(regenerate(task_of(asked)).path)}
+    record = regenerate(task_of(asked, "data.max_samples=8"))
+    assert (record.documents, record.not_asked, record.duplicates) == (10, 10, 0)  # 8 / 0.9 and a tenth
+    assert "10 not asked, because data.max_samples needs no more" in record.summary
+    some = [document.messages[0].content for document in read_documents(record.path)]
+    backwards = [document.messages[0].content for document in read_documents(
+        regenerate(task_of(asked[::-1], "data.max_samples=8")).path
+    )]  # fmt: skip
+    assert backwards == some[::-1], "the choice does not depend on the source's order"
+    assert set(some) < whole
+    assert regenerate(task_of(asked, "data.max_samples=18")).not_asked == 0
+
+
 def test_a_dialogue_that_outgrows_its_sample_keeps_its_answers(task_of: Callable[..., RunWithTarget]) -> None:
     long = conversation(QUESTIONS[0], "x", QUESTIONS[1] + " and a tuple" * 40)
     record = regenerate(task_of([long, conversation(QUESTIONS[2])], "data.max_tokens=80", "data.max_refused_share=0"))
