@@ -10,6 +10,8 @@ from infra.ledger.schema import LEASED, PENDING, QUARANTINED
 from infra.refusal import Refusal
 
 LOOK_S = 5.0
+AWAY_S = 60.0
+"""Where nobody looked for so long, the flow itself stood still: a suspended job, a paused machine, a slow MLflow."""
 SHOWN_ERRORS = 3
 
 
@@ -78,9 +80,11 @@ class RunWatch:
         processes come back to it.
         """
         now = time.monotonic()
-        if now - self._looked < min(LOOK_S, self._stall_s / 4):
+        away = now - self._looked
+        if away < min(LOOK_S, self._stall_s / 4):
             return
-        self._looked = now
+        if away > AWAY_S:
+            self._since += away  # the run's processes stood still as well, or may have moved unseen
         try:
             check_quarantined(self._ledger, self._max_quarantined)
             seen = pulse(self._ledger)
@@ -88,6 +92,8 @@ class RunWatch:
             if now - self._since > self._stall_s:
                 raise StallError(f"the ledger has not answered for {now - self._since:.0f} s: {error.orig}") from error
             return
+        finally:
+            self._looked = time.monotonic()
         if seen != self._seen or seen.captured_at is None:
             self._seen, self._since = seen, now
         elif now - self._since > self._stall_s:

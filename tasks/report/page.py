@@ -108,6 +108,13 @@ class RunFacts:
         return f"{least}{plural(max(numbers), 'generator')}, {plural(self.trained.rates.ranks, 'rank')}"
 
     @property
+    def epochs(self) -> str:
+        """How often the samples were read: fewer times than planned where `max_steps` ended the training."""
+        training, steps = self.config.training, self.trained.steps
+        planned = -(-self.samples.train_samples // training.samples_per_step) * training.epochs
+        return str(training.epochs) if steps >= planned else f"{training.epochs * steps / planned:.2g} of {training.epochs}"
+
+    @property
     def by_position(self) -> str:
         """Acceptance rates while training."""
         return ", ".join(f"{rate:.2f}" for rate in self.trained.acceptance_by_position)

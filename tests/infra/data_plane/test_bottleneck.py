@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,18 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
     publish(ledger, ledger.lease("generator-0", 1)[0])
     watch.check()
     with pytest.raises(StallError, match=r"no progress for .* s: training is to blame"):
+        watch.check()
+
+
+def test_a_machine_that_stood_still_is_no_stall(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm suspends jobs, Docker pauses containers: flow and processes wake at once."""
+    times = iter((0.0, *(at for now in (10, 20, 30, 9_990, 10_000, 10_010, 10_020) for at in (now, now))))
+    monkeypatch.setattr("infra.data_plane.watch.time", SimpleNamespace(monotonic=lambda: next(times)))
+    publish(ledger, ledger.lease("generator-0", 1)[0])
+    watch = RunWatch(ledger, 40.0, 1.0)
+    for _ in range(6):
+        watch.check()
+    with pytest.raises(StallError, match="no progress for 50 s"):
         watch.check()
 
 
