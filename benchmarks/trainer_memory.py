@@ -69,6 +69,7 @@ class Point:
 
 def measured_peak(point: Point, steps: int = 2) -> int:
     """Bytes alive at the dearest moment of `steps` optimizer steps of this process."""
+    gc.collect()  # what was there before would count as freed by the steps
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train(point, steps)
     return peak_of(profiler)

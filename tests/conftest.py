@@ -66,8 +66,8 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
-# `make test` runs three of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments in
-# /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
+# `make test` runs three of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments
+# in /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
 # assigns the next group to a worker when two tests of its present one are left, however long they take.
 GROUPS = {
     "sglang": (

@@ -110,9 +110,10 @@ class RunFacts:
     @property
     def epochs(self) -> str:
         """How often the samples were read: fewer times than planned where `max_steps` ended the training."""
-        training, steps = self.config.training, self.trained.steps
+        training = self.config.training
         planned = -(-self.samples.train_samples // training.samples_per_step) * training.epochs
-        return str(training.epochs) if steps >= planned else f"{training.epochs * steps / planned:.2g} of {training.epochs}"
+        read = training.epochs * self.trained.steps / planned
+        return f"{read:.2g} of {training.epochs}" if read < training.epochs else str(training.epochs)
 
     @property
     def by_position(self) -> str:
