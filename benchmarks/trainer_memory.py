@@ -5,6 +5,7 @@ profiler records them, and the same steps give the same figure to the byte. What
 libraries) is not in it, and neither is what the C library keeps of freed memory.
 """
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
