@@ -28,6 +28,7 @@ from models.capture.live_texts import private_data_finder
 from models.capture.sglang.model_class import CAPTURED_AS, ask_sglang
 from models.capture.sglang.tap import open_tap, wanted_of
 from models.config.blocks import BlockConfig
+from models.config.division import check_division
 from models.config.recipe import RunConfig, read_config
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import training_documents
@@ -88,6 +89,7 @@ def check_settings(run: RunWithTarget) -> None:
             "reference decoder",
             flush=True,
         )
+    check_division(config, json.loads((place / "config.json").read_text()))
     if config.own_engine == "sglang":
         check_engine(run, speculates)
     if run.folder.start.is_dir():

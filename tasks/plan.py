@@ -29,8 +29,9 @@ from infra.settings import expanded, runs_folder
 from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
 from models.config.data import LIVE, PLAIN_BATCH
+from models.config.division import check_division
 from models.config.recipe import RunConfig, as_recipe, check_layers
-from models.config.target_settings import Tree, read_shape
+from models.config.target_settings import Tree, read_settings, read_shape
 
 READ_BYTES = 4 * 2**20
 """Bytes of a local .jsonl file that are read to estimate its line length."""
@@ -68,6 +69,8 @@ def checked_plan(config: RunConfig) -> Plan:
     plan = plan_recipe(config)
     target = plan.job.target
     check_layers(config.target.aux_layer_ids, target.num_layers)
+    if config.plan.target is None:
+        check_division(config, read_settings(config.target))
     size = config.draft.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
         raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary: set it to at most {target.vocab_size}")

@@ -98,6 +98,12 @@ def test_a_target_that_sglang_would_fail_on_is_refused_for_sglang_alone(
     check_settings(RunWithTarget(run.folder, plain, run.target))
 
 
+def test_a_copy_on_gpus_that_do_not_divide_its_heads_is_refused(tmp_path):
+    run = run_of("LlamaForCausalLM", {}, ["generator.sglang.tensor_parallel=3"], tmp_path)
+    with pytest.raises(Refusal, match=r"SGLang cannot divide the target's \d+ attention heads .* among the 3 GPUs"):
+        check_settings(run)
+
+
 @SLOW
 def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "commandr")

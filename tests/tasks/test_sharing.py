@@ -251,12 +251,12 @@ def test_all_processes_of_a_run_look_in_one_place_though_another_run_frees_share
     assert objects_folder(config.transport, run) == run.path / "objects"
 
 
-def shape(folder: Path, layers: int, hidden: int) -> str:
+def shape(folder: Path, layers: int, hidden: int, **others: object) -> str:
     """A target's folder, of which only the shape is known."""
     folder.mkdir()
     settings = {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": 128_256, "num_attention_heads": 64}
     settings |= {"num_key_value_heads": 8, "intermediate_size": 7 * hidden // 2, "head_dim": 128, "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings | others))
     return str(folder)
 
 
@@ -289,6 +289,53 @@ def test_a_recipe_is_written_for_the_gpus_of_this_machine(
     if gpus:
         plan = checked_plan(config)
         assert pools == (gpus, gpus) or advice(plan.sides, plan.present, "GPU").startswith("no other")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "fitting"),
+    [
+        (6, {}, "1, 2 or 4"), (8, {}, None), (7, {"count": 7}, None), (6, {"count": 2}, "1, 2 or 4"),
+        (12, {"sglang": {"attention_data_parallel": 2}}, "2, 4 or 8"), (6, {"engine": "transformers"}, None),
+        (6, {"sglang": {"data_parallel": 3}}, None), (4, {"sglang": {"tensor_parallel": 3}}, "1, 2 or 4"),
+    ],
+)  # fmt: skip
+def test_gpus_that_do_not_divide_the_target_s_heads_are_refused_before_they_are_taken(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, changes: dict, fitting: str | None
+) -> None:
+    """The target has 64 heads, 8 of them with keys and values."""
+    machine("NVIDIA H100 80GB HBM3", gpus + 1, 80)
+    tree = {"name": "x", "target": {"name": shape(tmp_path / "target", 16, 8192)}, "data": {"source": "python-docs"}}
+    tree |= {"pools": {"inference_gpus": gpus, "training_gpus": 1}, "generator": changes}
+    config = as_recipe(tree, "here")
+    if fitting is None:
+        assert checked_plan(config)
+        return
+    with pytest.raises(Refusal, match=rf"64 attention heads \(8 of keys and values\) .* give a copy {fitting}"):
+        checked_plan(config)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+@pytest.mark.parametrize(
+    ("width", "gpus", "parts", "fitting"),
+    [(1536, 4, 1, None), (1536, 8, 1, "1, 2 or 4"), (1536, 8, 2, None), (768, 4, 1, "1 or 2"), (768, 2, 1, None)],
+)
+def test_fp8_blocks_that_gpus_would_cut_are_refused(
+    machine: Machine, tmp_path: Path, width: int, gpus: int, parts: int, fitting: str | None
+) -> None:
+    """As of Qwen3-235B-A22B-FP8 on eight GPUs, and of Qwen3-30B-A3B-FP8 on four."""
+    machine("NVIDIA H100 80GB HBM3", gpus + 1, 80)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": width}
+    target = shape(tmp_path / "target", 16, 4096, quantization_config=FP8, model_type="qwen3_moe", **experts)
+    tree = {"name": "x", "target": {"name": target}, "data": {"source": "python-docs"}}
+    tree |= {"pools": {"inference_gpus": gpus, "training_gpus": 1}, "generator": {"sglang": {"expert_parallel": parts}}}
+    config = as_recipe(tree, "here")
+    if fitting is None:
+        assert checked_plan(config)
+        return
+    with pytest.raises(Refusal, match=rf"layers of {width} in blocks of 128 among .* give a copy {fitting} .*expert_p"):
+        checked_plan(config)
 
 
 @pytest.mark.parametrize(("mode", "leased"), [("apart", [1, 2]), ("alternate", [2]), ("share", [2])])
