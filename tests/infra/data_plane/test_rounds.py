@@ -77,6 +77,7 @@ def check_whole(folder: RunFolder, streamed: RunFolder, samples: int = 36) -> No
     assert not list((folder.path / "objects").iterdir())
 
 
+@pytest.mark.slow
 def test_turns_give_the_losses_of_a_streamed_run(make_run, finished_run) -> None:
     folder = alternating(make_run("turns", *SMALL))
     said = in_turns(folder)

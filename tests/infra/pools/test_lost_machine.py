@@ -79,6 +79,7 @@ def all_is_free(place, tmp_path: Path) -> None:
     provider.release("next")
 
 
+@pytest.mark.slow
 def test_a_lost_lease_in_ray(ray_place, tmp_path: Path, running) -> None:
     folder, gang = RunFolder(tmp_path), ray_place.provider()
     owner, own = Owner("ray-lost", folder.logs), singles(ray_place, Owner("ray-lost", folder.logs))

@@ -48,7 +48,7 @@ def test_a_promoted_version_is_served_by_all_and_no_request_is_lost(world: Servi
 @pytest.mark.parametrize(
     ("worth", "why"),
     [
-        ({"broken": True}, "or did not start, 3 times"),
+        pytest.param({"broken": True}, "or did not start, 3 times", marks=pytest.mark.slow),
         ({"length": 1.05, "promised": 2.6}, "when it was benchmarked"),
         ({"length": 1.75}, "of the version before it"),
     ],

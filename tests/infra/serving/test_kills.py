@@ -27,6 +27,7 @@ def world(path_in_memory: Path, registry_in_memory: str) -> Iterator[ServingWorl
         yield world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killed_at_any_point_a_rollout_ends_as_the_registry_says(world: ServingWorld, seed: int) -> None:
     draws = random.Random(seed)

@@ -52,6 +52,7 @@ def test_a_version_that_accepts_less_leaves_as_it_came(world: ServingWorld) -> N
     assert "when it was benchmarked" in history(world.uri, DRAFT)[-1].reason
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_after_a_swap_returns_with_its_version(world: ServingWorld) -> None:
     first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
     follower = world.follower()

@@ -105,6 +105,7 @@ def test_streaming_equals_memory(undisturbed):
     assert losses(folder) == pytest.approx(train_in_memory(run), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one(
     make_run, undisturbed, run_to_the_end, kill_at_checkpoint, hold_back
 ):
