@@ -16,7 +16,7 @@ from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder, newest_runs
 from infra.quantities import duration, plural
 from infra.redaction import redacted
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
 from infra.settings import runs_folder, tracking_uri
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
         for name, text in describe(folder, config):
             table.add_row(name, str(redacted(text)))
     except (SQLAlchemyError, sqlite3.DatabaseError, Refusal) as error:
-        where, why = config.ledger.url or folder.ledger_file, str(error).splitlines()[0]
+        where, why = config.ledger.url or folder.ledger_file, first_line(error)
         told = f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again"
         refusal = error if isinstance(error, Refusal) else Refusal(told)
         if not folder.failure.is_file():
             raise refusal from error
         table.add_row("ledger", str(redacted(str(refusal))))  # perhaps why the run failed, which is shown above
     except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, KeyError, IsADirectoryError) as error:
-        why = str(error).splitlines()[0]
+        why = first_line(error)
         raise Refusal(
             f"a file of {folder.path} is damaged ({type(error).__name__}: {why}): restore it, or start a new run"
         ) from error

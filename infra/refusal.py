@@ -15,3 +15,8 @@ class Refusal(ValueError):
 
     def __init__(self, message: str):
         super().__init__(redacted(message))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -16,7 +16,7 @@ from infra.files.locks import hold
 from infra.files.sqlite_file import PRIMARY, is_other_file
 from infra.ledger.schema import metadata
 from infra.ledger.server_rights import refuse_unusable_database
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
 from infra.waiting import wait_while
 
 BUSY_TIMEOUT_S = 60
@@ -112,7 +112,7 @@ def check_server(url: str) -> None:
         raise
     except OperationalError as error:
         raise Refusal(
-            f"ledger.url: {address.render_as_string()} does not let us in: {str(error.orig).splitlines()[0]}. Start "
+            f"ledger.url: {address.render_as_string()} does not let us in: {first_line(error.orig or error)}. Start "
             "the server, correct the URL, or set $PGPASSWORD; without one the ledger is a file in the run folder"
         ) from error
     except (SQLAlchemyError, ValueError) as error:

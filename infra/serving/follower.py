@@ -15,7 +15,7 @@ import httpx
 from infra.drift.scrape import Counters
 from infra.files.atomic import write_atomically
 from infra.records.acceptance import RequestCounts
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
 from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
 from infra.serving.fleet import Fleet, LookedAt, reports_of
@@ -43,7 +43,7 @@ from infra.serving.servers import BusyError, ServerReport, expected, trouble_wit
 from infra.serving.swap import CannotSwapError, changed_weights
 from infra.serving.versions import BrokenVersionError, VersionFolder, fetch, open_version, remove_others
 from infra.tracking import registry
-from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model, first_line
+from infra.tracking.client import REGISTRY_ERRORS, check_answers, connect, find_model
 
 BY = "serving follower"
 

@@ -13,7 +13,7 @@ from infra.files.locks import hold
 from infra.files.sqlite_file import is_other_file
 from infra.network.health import public, within
 from infra.redaction import redacted
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
 from infra.settings import tracking_uri, tracking_variable_kept
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -152,11 +152,6 @@ def _get(uri: str, path: str, timeout_s: float, **parameters: int) -> Response:
     answer = http_request(credentials, path, "GET", timeout=timeout_s, params=parameters, **quick)
     assert answer is not None
     return answer
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
