@@ -6,10 +6,11 @@ told about lookaheads. One process, the target loaded once.
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -176,14 +177,17 @@ def tables(result: BenchmarkResult) -> Iterator[Table]:
     """Acceptance length by lookahead, and predicted goodput by load if it was measured."""
     acceptance = {f"{result.conditions.target}: {title}": rows for title, rows in acceptance_tables(result).items()}
     titled = acceptance | {"Predicted goodput": goodput_rows(result)}
-    for title, rows in titled.items():
-        if rows:
-            shown = Table(title=title)
-            for at, name in enumerate(rows[0]):
-                shown.add_column(name, justify="right" if at else "left", overflow="fold")
-            for row in rows:
-                shown.add_row(*row.values())
-            yield shown
+    yield from (terminal_table(title, rows) for title, rows in titled.items() if rows)
+
+
+def terminal_table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    """Columns of figures behind one of names; no word of their headings is broken, though logs have 80 columns."""
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, name in enumerate(rows[0]):
+        shown.add_column(name, justify="right" if place else "left", min_width=max(map(len, name.split())))
+    for row in rows:
+        shown.add_row(*row.values())
+    return shown
 
 
 def lines(result: BenchmarkResult) -> list[str]:

@@ -28,7 +28,7 @@ from models.benchmark.harness_result import page
 from models.benchmark.harness_result import table as table_of
 from models.benchmark.measure import walk_decoded
 from models.benchmark.reference import decode_sampled
-from models.benchmark.run import benchmark_run, lines, tables
+from models.benchmark.run import benchmark_run, lines, tables, terminal_table
 from models.benchmark.served import serve, served_answers, speculative_arguments
 from models.benchmark.smoke import benchmarked_prompts, smoke_test
 from models.benchmark.standalone import bench
@@ -515,3 +515,15 @@ def test_bench_compares_a_text_that_is_not_the_targets_with_a_walk_over_itself(r
         assert harness._same_counts(place, other, own, 3) == len(prompts)
         wrong = [replace(one, counts=AcceptedCounts(3, (3,) * 40)) for one in other]
         assert harness._same_counts(place, wrong, own, 3) == 0
+
+
+def test_a_table_of_the_terminal_breaks_no_word() -> None:
+    row = {
+        "texts at once": "16", "best lookahead": "0", "tokens/s": "2,588", "target alone": "2,588", "gain": "+0.0%",
+        "prompt lookup": "2,588", "best tree": "2 deep, top-k 2, 3 tokens", "its tokens/s": "1,504",
+    }  # fmt: skip
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(terminal_table("Predicted goodput", [row]))
+    words = shown.get().split()
+    assert set(words) >= {word for name in row for word in name.split()} | {"+0.0%", "1,504", "top-k"}
