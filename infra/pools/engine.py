@@ -78,7 +78,7 @@ class Machine(Record):
 
 @cache
 def say(why: str) -> None:
-    """What a holder waits for: printed once."""
+    """Print what a holder waits for; the same text once."""
     print(why, flush=True)
 
 

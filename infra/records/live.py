@@ -6,7 +6,7 @@ from infra.records.data_path import CaptureSpec, Record
 
 
 def rank_socket(path: Path, rank: int) -> Path:
-    """Where rank `rank` of a server listens whose first one listens at `path`: of those with requests of their own."""
+    """Socket of a server's rank, of which rank 0 listens at `path`. Only ranks with requests of their own have one."""
     return path.with_name(f"{path.name}.{rank}") if rank else path
 
 

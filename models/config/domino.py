@@ -47,7 +47,7 @@ class DominoConfig(BlockConfig):
         return self.block_size - 1
 
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
-        """While the loss moves, both logits of a row are compared."""
+        """The draft's shape; in the first `decay_ratio` of the training the loss compares two rows of logits."""
         return super().shape(target, aux_count, precision).model_copy(update={"loss_passes": 1 + self.decay_ratio})
 
     def head_parameters(self, hidden: int, target_vocabulary: int) -> int:

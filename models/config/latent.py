@@ -110,7 +110,7 @@ class LatentShape(LayerShape):
         return super().rotary_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     def engine_layers(self, hidden_size: int, vocab_size: int) -> dict[str, Any]:
-        """See `LayerShape.engine_layers`; of MLA layers Hugging Face calls the rotated part head_dim."""
+        """See `LayerShape.engine_layers`. head_dim is left out: for MLA, Hugging Face means the rotated part by it."""
         found = super().engine_layers(hidden_size, vocab_size)
         if self.mla is None:
             return found

@@ -99,4 +99,4 @@ def check_json(place: str, value: Any, depth: int = 0) -> None:
         for part in value.values() if isinstance(value, dict) else value:
             check_json(place, part, depth + 1)
     elif not (value is None or isinstance(value, str | int | float)):
-        raise Refusal(f"{place}: holds a {type(value).__name__}, which JSON has not: write it as text")
+        raise Refusal(f"{place}: holds a {type(value).__name__}, which JSON does not have: write it as text")

@@ -98,7 +98,7 @@ class TargetModel:
     def streamed(
         cls, path: Path, aux_layer_ids: Sequence[int], dtype: torch.dtype, head: TargetHead, converted: Path
     ) -> "TargetModel":
-        """On the CPU, in the memory of one module beside `head`; see `load_streamed`."""
+        """On the CPU, with one module at a time in memory, beside `head`; see `load_streamed`."""
         return cls(load_streamed(path, dtype, converted), aux_layer_ids, head=head)
 
     def _keep(self, layer_id: int):

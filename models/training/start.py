@@ -66,7 +66,7 @@ def first_draft(run: PreparedRun, head: TargetHead) -> tuple[Draft, float]:
 
 
 def _shape(config: DraftConfig, target: TargetRecord) -> dict[str, Any]:
-    """What a draft is built from, sizes that follow the target in numbers."""
+    """What a draft is built from; sizes that follow the target are given as numbers."""
     found = config.model_dump(exclude=set(config.training_only))
     if "vocab_size" in found:
         found["vocab_size"] = config.vocabulary_size(target.vocab_size)

@@ -69,7 +69,7 @@ def views(blocks: Blocks, block_size: int, window: int | None, like: Tensor, *, 
 
 
 def _together(starts: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Runs of equal starts, of at most `most`: (first, end)."""
+    """Ranges (first, end) of neighbours with the same start, each at most `most` long."""
     first = 0
     for index in range(1, len(starts) + 1):
         if index == len(starts) or starts[index] != starts[first] or index - first == most:
