@@ -91,7 +91,12 @@ def division(tree: Tree) -> tuple[Tree, str]:
     both: Tree = {"pools": {"inference_gpus": gpus, "training_gpus": gpus}}
     if gpus == 1:
         return both, "generators and trainer share the GPU of this machine"
-    plan = plan_recipe(as_recipe(tree | {"pools": {"inference_gpus": 1, "training_gpus": 1}}, "the recipe"))
+    one_each: Tree = {"pools": {"inference_gpus": 1, "training_gpus": 1}}
+    config = as_recipe(tree | one_each, "the recipe")
+    try:
+        plan = plan_recipe(config)
+    except Refusal as error:
+        return one_each, f"one GPU of this machine's {gpus} for each side, because there is no plan: {error}"
     held = least_devices(plan.target_bytes, plan.job.memory_bytes)
     if held >= gpus:
         return both, f"all GPUs of this machine for generators and trainer in turns: the target alone takes {held}"

@@ -18,10 +18,10 @@ def check_division(config: RunConfig, settings: Mapping[str, Any]) -> None:
     """
     text = settings.get("text_config") or settings
     heads, sglang = text.get("num_attention_heads"), config.generator.sglang
-    if config.own_engine != "sglang" or not heads:
-        return
     # Latent attention keeps no key-value heads.
     keys = heads if text.get("kv_lora_rank") else text.get("num_key_value_heads") or heads
+    if config.own_engine != "sglang" or not isinstance(heads, int) or not isinstance(keys, int):
+        return  # other numbers in every layer are left to SGLang
     groups, experts = sglang.attention_data_parallel, any(text.get(name) for name in COUNTS)
     width = text.get("moe_intermediate_size") or text.get("intermediate_size") or 0
     whole = sglang.expert_parallel or 1 if experts else 1

@@ -22,6 +22,7 @@ from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from infra.transport.choice import NoRoomError, objects_folder, open_transport, run_memory_folder
 from infra.transport.files import FileTransport
+from models.config.division import check_division
 from models.config.recipe import as_recipe, load_recipe
 from tasks.plan import checked_plan, division, on_this_machine, plan_recipe
 from tasks.pools import leased_specs
@@ -312,6 +313,24 @@ def test_gpus_that_do_not_divide_the_target_s_heads_are_refused_before_they_are_
         return
     with pytest.raises(Refusal, match=rf"64 attention heads \(8 of keys and values\) .* give a copy {fitting}"):
         checked_plan(config)
+
+
+def test_a_target_of_unknown_shape_gets_a_gpu_for_each_side(machine: Machine, tmp_path: Path) -> None:
+    machine("NVIDIA H100 80GB HBM3", 8, 80)
+    target = shape(tmp_path / "target", 16, 8192, intermediate_size="wide")
+    tree = {"name": "x", "target": {"name": target, "aux_layer_ids": [2]}, "data": {"source": "python-docs"}}
+    layer = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "intermediate_size": 512}
+    found, why = division(tree | {"draft": {"method": "eagle3"} | layer})
+    assert found == {"pools": {"inference_gpus": 1, "training_gpus": 1}}
+    assert "because there is no plan: the config.json of" in why
+
+
+def test_heads_that_differ_by_layer_are_left_to_sglang(machine: Machine, tmp_path: Path) -> None:
+    machine("NVIDIA H100 80GB HBM3", 4, 80)
+    target = shape(tmp_path / "target", 16, 8192)
+    tree = {"name": "x", "target": {"name": target}, "data": {"source": "python-docs"}}
+    config = as_recipe(tree | {"pools": {"inference_gpus": 3, "training_gpus": 1}}, "here")
+    check_division(config, {"num_attention_heads": [8, 12], "num_key_value_heads": [2, 3]})
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
