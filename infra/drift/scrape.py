@@ -12,6 +12,7 @@ took. Those durations are measured once per start, which makes them a name of th
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -28,6 +29,8 @@ REQUESTS = "sglang:num_requests_total"
 STEPS = "sglang:spec_verify_calls_total"
 LOOKAHEAD = "sglang:spec_num_steps"
 DRAFT_TOKENS = "sglang:spec_num_draft_tokens"
+PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+"""What a healthy server, or a gateway in front of it, answers for a while."""
 SWAPPED = "draftsmith:"
 """Begins the server's weight version after a swap; NAME@VERSION follows."""
 
@@ -156,7 +159,7 @@ def ask(client: httpx.Client, url: str) -> httpx.Response:
     answer = client.get(url)
     if answer.status_code in (401, 403):
         remedy = "set $DRAFTSMITH_SGLANG_API_KEY to the server's --api-key"
-    elif answer.is_redirect or answer.is_client_error:
+    elif answer.is_redirect or (answer.is_client_error and answer.status_code not in PASSING):
         remedy = "start SGLang 0.5.23 or later with --enable-metrics, and give its own address, not a gateway's"
     else:
         return answer.raise_for_status()

@@ -27,6 +27,8 @@ class Server(ThreadingHTTPServer):
     restart_between = False
     page: str | None = None
     """Given in place of every page."""
+    status = 200
+    """Of that page."""
 
     @property
     def url(self) -> str:
@@ -41,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, Server)
         if server.page is not None:
-            return self.answer(200, server.page)
+            return self.answer(server.status, server.page)
         if self.path == "/metrics":
             if server.restart_between:
                 server.restart()
@@ -99,6 +101,22 @@ def test_a_page_of_something_else_hides_no_other_server(server: Server):
     finally:
         gateway.shutdown()
         gateway.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "said"),
+    [
+        (429, ConnectionError, "429 Too Many Requests"), (408, ConnectionError, "408"), (503, ConnectionError, "503"),
+        (404, Refusal, "answers 404 Not Found: start SGLang"), (302, Refusal, "gateway"), (403, Refusal, "_API_KEY"),
+    ],
+)  # fmt: skip
+def test_what_passes_is_waited_for_and_what_stays_is_refused(
+    server: Server, status: int, kind: type[Exception], said: str
+):
+    server.page, server.status = "busy", status
+    with pytest.raises(kind, match=said) as raised:
+        scrape([server.url], ANSWER_S)
+    assert isinstance(raised.value, Refusal) == (kind is Refusal)
 
 
 def test_labels_are_summed():
