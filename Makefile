@@ -44,9 +44,8 @@ ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))
 
-# Our own code is compiled once too: the tests start hundreds of processes. Three at a time on two cores, because a test
-# waits for servers for a fifth of its time.
-PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
+# Our own code is compiled once too: the tests start hundreds of processes.
+PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
 	$(PYTEST) -m "not slow and not long and not registry" --durations=40
