@@ -11,7 +11,8 @@ from infra.refusal import Refusal
 
 LOOK_S = 5.0
 AWAY_S = 60.0
-"""Where nobody looked for so long, the flow itself stood still: a suspended job, a paused machine, a slow MLflow."""
+"""Where nobody looked for so long, the flow itself stood still: a suspended job, a paused machine, a slow MLflow. No
+more than this is counted of such a time, and not nothing: a run that hangs while MLflow is slow is found, later."""
 SHOWN_ERRORS = 3
 
 
@@ -84,7 +85,7 @@ class RunWatch:
         if away < min(LOOK_S, self._stall_s / 4):
             return
         if away > AWAY_S:
-            self._since += away  # the run's processes stood still as well, or may have moved unseen
+            self._since += away - min(AWAY_S, self._stall_s / 4)
         try:
             check_quarantined(self._ledger, self._max_quarantined)
             seen = pulse(self._ledger)

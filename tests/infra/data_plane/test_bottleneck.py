@@ -84,13 +84,27 @@ def test_a_watch_waits_for_the_first_sample_and_then_for_the_next(ledger: Ledger
 
 def test_a_machine_that_stood_still_is_no_stall(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm suspends jobs, Docker pauses containers: flow and processes wake at once."""
-    times = iter((0.0, *(at for now in (10, 20, 30, 9_990, 10_000, 10_010, 10_020) for at in (now, now))))
+    times = iter((0.0, *(at for now in (10, 20, 30, 9_990, 10_000, 10_010) for at in (now, now))))
     monkeypatch.setattr("infra.data_plane.watch.time", SimpleNamespace(monotonic=lambda: next(times)))
     publish(ledger, ledger.lease("generator-0", 1)[0])
     watch = RunWatch(ledger, 40.0, 1.0)
-    for _ in range(6):
+    for _ in range(5):
         watch.check()
     with pytest.raises(StallError, match="no progress for 50 s"):
+        watch.check()
+
+
+def test_a_run_that_hangs_is_found_though_the_flow_looks_seldom(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow holds the flow up for four minutes between two looks."""
+    times = iter((0.0, *(250.0 * look for look in range(1, 100) for _ in range(2))))
+    monkeypatch.setattr("infra.data_plane.watch.time", SimpleNamespace(monotonic=lambda: next(times)))
+    publish(ledger, ledger.lease("generator-0", 1)[0])
+    watch = RunWatch(ledger, 600.0, 1.0)
+    for _ in range(11):
+        watch.check()
+    with pytest.raises(StallError, match="no progress"):
         watch.check()
 
 
