@@ -3,6 +3,7 @@
 Everything runs under supervisors of the command's process: stopped, killed or crashed, it leaves nothing behind.
 """
 
+import shlex
 import subprocess
 import sys
 import time
@@ -224,7 +225,7 @@ def _how_to_use(folder: Path) -> str:
     return (
         f"Prefect's page asks once for a credential: it is in {folder / 'prefect-credential'}\n"
         'MLflow\'s shows curves (Experiments) and drafts (Model registry) after "Model training"\n'
-        f"Commands take credential and addresses after\n  source {folder / 'environment'}"
+        f"Commands take credential and addresses after\n  source {shlex.quote(str(folder / 'environment'))}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -166,7 +167,7 @@ def _state(folder: RunFolder, stage: str, owned: bool) -> str:
 
 def _as_argument(folder: RunFolder) -> str:
     """The run's name if that is enough to find it, else its path."""
-    return folder.name if folder.path == runs_folder() / folder.name else str(folder.path)
+    return shlex.quote(folder.name if folder.path == runs_folder() / folder.name else str(folder.path))
 
 
 def _verdict(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:

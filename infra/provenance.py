@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 from infra.pools.gpus import visible_gpus
-from infra.pools.local import cores
+from infra.processes.control_groups import cores
 
 PACKAGES = ("torch", "transformers", "lightning", "sglang", "prefect", "mlflow")
 

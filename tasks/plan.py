@@ -4,7 +4,6 @@ No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once, on 
 """
 
 import json
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from infra.files.run_folder import newest_runs
 from infra.planner.answers import Answers
-from infra.planner.devices import CPU, DEVICES, Device, device_named, host_memory
+from infra.planner.devices import CPU, DEVICES, Device, device_named
 from infra.planner.memory import Setting
 from infra.planner.plan import Job, Plan, make_plan
 from infra.planner.refusals import least_devices, refusals
@@ -22,6 +21,7 @@ from infra.planner.sharing import choose_sharing
 from infra.planner.split import WORTH_SAYING, all_splits
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
+from infra.processes.control_groups import cores, memory
 from infra.quantities import figure, plural
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.refusal import Refusal
@@ -142,7 +142,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     inference, train, per_generator = _devices(config, device, assumed)
     inference_share, training_share = _shares(config, device, assumed)
     # Without GPUs, this machine's memory if the trainer runs on it.
-    own_memory = host_memory() if pools.kind == "local" else 0
+    own_memory = memory() if pools.kind == "local" else 0
     aux = len(config.target.aux_layer_ids)
     return Job(
         name=config.name,
@@ -319,7 +319,7 @@ def _devices(config: RunConfig, device: Device, assumed: list[str]) -> tuple[int
         if used < given:
             assumed.append(f"a generator leases {given} GPUs and uses one (generator.engine=transformers)")
         return max(1, pools.inference_gpus), max(1, pools.training_gpus), used
-    half = max(1, (os.cpu_count() or 2) // 2)
+    half = max(1, cores() // 2)
     if generator.threads is None or training.threads is None:
         assumed.append(
             f"cores are divided evenly ({half} each side) where generator.threads or training.threads say nothing"

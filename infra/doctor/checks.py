@@ -34,7 +34,7 @@ def checks() -> tuple[Check, ...]:
         ("packages", lambda: software.requirements(versions(), software.declared()),
          "pip install --editable '.[quickstart]' in the project's folder"),
         ("versions", lambda: software.clashes(versions()), "install versions that go together"),
-        ("cores", machine.cores, "start under `taskset` with as many cores as the quota allows: threads share those"),
+        ("cores", machine.cores, "give the container a whole core at least (`--cpus`, resources.limits.cpu)"),
         ("memory", machine.memory, "close what you do not need: the quickstart needs 2 GiB, 4 are comfortable"),
         ("open files", machine.open_files, "`ulimit -n 1024`, or as many as the hard limit allows"),
         ("shared memory", lambda: machine.shared_memory(shared),

@@ -17,7 +17,7 @@ import psutil
 
 from infra.doctor.finding import Finding, judge
 from infra.ledger.database import refuse_network_file_system
-from infra.pools.local import cores as visible_cores
+from infra.processes.control_groups import cpu_quota, memory_limit
 from infra.quantities import byte_size
 from infra.refusal import Refusal
 from infra.transport.budget import LEAST_BUDGET
@@ -42,9 +42,9 @@ def python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
 
 def cores(root: Path = Path("/"), affinity: int | None = None) -> Finding:
     """Cores by affinity and by the control group's quota."""
-    seen, quota = visible_cores() if affinity is None else affinity, cpu_quota(root)
+    seen, quota = len(os.sched_getaffinity(0)) if affinity is None else affinity, cpu_quota(root)
     limited = "" if quota is None else f" visible, and the control group's quota allows {quota:g}"
-    return judge(f"{seen}{limited}", note=quota is not None and quota < seen)
+    return judge(f"{seen}{limited}", note=quota is not None and quota < 1)
 
 
 def memory(root: Path = Path("/")) -> Finding:
@@ -149,43 +149,3 @@ def _is_locked(lock: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores that the control groups (version 2 or 1) of this process allow; None without a quota."""
-    quotas = []
-    for group in _groups(root, "cpu"):
-        if (group / "cpu.max").is_file():
-            quota, period = (group / "cpu.max").read_text().split()
-        elif (group / "cpu.cfs_quota_us").is_file():
-            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
-        else:
-            continue
-        if quota != "max" and int(quota) > 0:
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def memory_limit(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(limit, used) in bytes of the tightest control group of this process; None without a limit."""
-    limits = []
-    for group in _groups(root, "memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            if (group / limit).is_file() and (group / limit).read_text().strip() != "max":
-                limits.append((int((group / limit).read_text()), int((group / used).read_text())))
-    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """The folders of this process' control groups, each with those above it."""
-    mount = root / "sys/fs/cgroup"
-    folders: list[Path] = []
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
-        _, controllers, place = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = mount / controller if controllers else mount
-        inner = top / place.lstrip("/")
-        # In a container the path may be the host's: then only the top exists.
-        folders += [folder for folder in (inner, *inner.parents) if folder.is_relative_to(top) and folder.is_dir()]
-    return folders

@@ -6,8 +6,6 @@ spheron.network, 17 March 2026 (H200, B200); runpod.io Secure Cloud as quoted th
 mercatus-ai.com's range of specialised clouds, May 2026 (A100).
 """
 
-import os
-
 from infra.planner.shapes import Precision
 from infra.records.data_path import Record
 
@@ -75,8 +73,3 @@ def device_named(name: str) -> Device | None:
     """The table's entry for a name such as NVML's `NVIDIA H200`, or None."""
     words = name.replace("-", " ").split()
     return next((device for device in DEVICES.values() if set(device.name.split()) <= set(words)), None)
-
-
-def host_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -4,7 +4,6 @@ One flock per GPU UUID keeps two runs off one GPU, whichever processes they belo
 is left alone: it is neither free nor ours to wait for quietly.
 """
 
-import os
 import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -17,14 +16,10 @@ from pynvml import NVMLError
 from infra.files.locks import LockHeldError, hold_among_users
 from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
 from infra.pools.gpus import read_gpus, visible_gpus
+from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import permitted_gpus, visible_devices
-
-
-def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 class LocalPool(Pool):

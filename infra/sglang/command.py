@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.network.ports import HOST
+from infra.processes.control_groups import cores
 from infra.records.servers import ServerMachines
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, server_machines, sglang_environment
@@ -130,10 +131,10 @@ def server_environment(config: SGLangConfig, threads: int | None, servers: int =
     """
     if leased_gpus():
         return {}
-    environment = {"OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) // servers))}
+    environment = {"OMP_NUM_THREADS": str(threads or max(1, cores() // servers))}
     ranks = (config.tensor_parallel or 1) * config.data_parallel
     if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
+        seen = sorted(os.sched_getaffinity(0))
+        shares = [seen[rank::ranks] or [seen[rank % len(seen)]] for rank in range(ranks)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment

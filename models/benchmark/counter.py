@@ -1,9 +1,9 @@
 """Who counts a benchmark's acceptance: the reference decoder, or the serving engine."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.processes.control_groups import memory
 from infra.quantities import byte_size
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
@@ -52,7 +52,7 @@ def why_no_reference(target: TargetRecord, quantization: str | None, dtype: str,
     if quantization:
         return f"the target is served in {quantization}, which the reference decoder does not compute"
     needed = weight_bytes(Path(target.path), DTYPES[dtype])
-    room = min(gpus) if gpus else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = min(gpus) if gpus else memory()
     if not room or needed <= FREE_SHARE * room:
         return None
     device = "one GPU" if gpus else "this machine"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from infra.processes.control_groups import cores
 from infra.settings import use_one_tokenizer_thread
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
@@ -73,7 +74,7 @@ def outcomes_in_parts(documents: Iterable[Document], settings: EncoderSettings, 
     folder.mkdir(parents=True, exist_ok=True)
     rest = chain(first, ordered)
     parts = zip(count(), iter(lambda: list(islice(rest, PART)), []))
-    processes = max(1, len(os.sched_getaffinity(0)) - 1)
+    processes = max(1, cores() - 1)
     with worker_pool(processes, settings) as pool:
         ahead = deque[tuple[Path, Future[None] | None]]()
         for number, part in parts:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from flows import status_command
 from flows.command_line import app
+from flows.stack_command import _how_to_use
 from infra.files.atomic import write_atomically
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
@@ -129,6 +130,13 @@ def test_a_run_that_failed_says_why(run: RunFolder) -> None:
     text = told(run)
     assert "state failed while training; once the cause is gone, resume it with: draftsmith" in text
     assert "error the shape is [/INST] and [red]not[/red]" in text
+
+
+def test_a_folder_with_a_space_in_its_name_is_one_argument(run: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "old runs").mkdir()
+    moved = RunFolder(run.path.rename(tmp_path / "old runs" / run.name))
+    assert f"draftsmith retrain --resume '{moved.path}'" in told(moved)
+    assert _how_to_use(tmp_path / "my stack").endswith(f"source '{tmp_path}/my stack/environment'")
 
 
 def test_a_run_that_failed_says_why_without_its_ledger(run: RunFolder) -> None:

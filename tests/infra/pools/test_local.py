@@ -11,7 +11,8 @@ import pytest
 
 from infra.files.locks import hold
 from infra.pools.base import PoolBusyError, PoolSpec
-from infra.pools.local import LocalPools, cores
+from infra.pools.local import LocalPools
+from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
 

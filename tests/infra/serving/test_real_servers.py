@@ -28,6 +28,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 def world(path_in_memory: Path, registry_in_memory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServingWorld]:
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DRAFTSMITH_TEST_SPAWN", "1")  # as on GPUs
     with serving_world(path_in_memory, registry_in_memory, 2) as world:
         world.swaps = True
         yield world

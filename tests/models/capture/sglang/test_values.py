@@ -100,6 +100,8 @@ def served(
     with ExitStack() as stack:
         # For this engine alone: others in this module are on one machine.
         with pytest.MonkeyPatch.context() as patch:
+            if request.param.startswith("llama"):
+                patch.setenv("DRAFTSMITH_TEST_SPAWN", "1")  # as on GPUs
             if "attention" in request.param:
                 patch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")  # SGLang exchanges rows by kernels of GPUs
             if run.config.pools.machines_per_generator > 1:
