@@ -28,7 +28,6 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 def world(path_in_memory: Path, registry_in_memory: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServingWorld]:
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("DRAFTSMITH_TEST_SPAWN", "1")  # as on GPUs
     with serving_world(path_in_memory, registry_in_memory, 2) as world:
         world.swaps = True
         yield world
@@ -54,6 +53,7 @@ def test_two_real_servers_follow_a_promotion_and_a_withdrawal(world: ServingWorl
     spec = ServerSpec(place, "float32", 256, 4)
     arguments = config.draft.engine_arguments(LOOKAHEAD)
     commands = [shlex.join(serving_command(spec, SGLangConfig(), ["--sleep-on-idle"], port)) for port in world.ports]
+    commands[1] = f"env DRAFTSMITH_TEST_SPAWN=1 {commands[1]}"  # as on GPUs
     servers = [
         ServerConfig(url=f"http://127.0.0.1:{port}", command=command)
         for port, command in zip(world.ports, commands, strict=True)
