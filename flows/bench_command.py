@@ -12,9 +12,10 @@ import typer
 
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.local import LocalPools
+from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.settings import visible_devices
+from infra.settings import unless_set, visible_devices
 from models.config.bench_arguments import bench_parser
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -31,7 +32,8 @@ def bench(context: typer.Context) -> None:
         if options.champion_of:
             command += ["--champion", str(_champion(options.champion_of, Path(folder)))]
         with _leased(Path(folder)) as pool:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(pool.gpus)}
+            threads = unless_set({"OMP_NUM_THREADS": str(cores())})
+            environment = {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ",".join(pool.gpus)}
             # The child keeps the locks if this process is killed.
             ended = subprocess.run(command, env=environment, pass_fds=pool.owner.locks, check=False)
         raise typer.Exit(ended.returncode)

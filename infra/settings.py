@@ -312,11 +312,6 @@ def use_private_prefect_api(url: str, credential: str) -> None:
     os.environ["DRAFTSMITH_PRIVATE_PREFECT"] = "1"
 
 
-def use_at_most_threads(threads: int) -> None:
-    """Have this process, unless told otherwise, and its children compute on so many threads."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-
-
 def prefect_is_private() -> bool:
     """Whether the Prefect server ends with its command, so that its addresses are useless later."""
     return "DRAFTSMITH_PRIVATE_PREFECT" in os.environ
