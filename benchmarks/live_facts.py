@@ -80,19 +80,21 @@ def live_loop(result: Json) -> Iterable[tuple[str, str]]:
 
 def live_flow(result: Json) -> Iterable[tuple[str, str]]:
     """The same loop through Prefect, MLflow and a follower, with nobody watching."""
-    promoted = sum(1 for _, outcome, _ in result["decisions"] if "promoted" in outcome) - 1
-    rounds = f"{len(result['runs'])} runs of {result['samples']} samples, {promoted} of them promoted"
-    yield (
-        f"tokens per step on {result['servers']} servers that nobody watches: before users change the subject / after "
-        f"it / after {rounds}",
-        f"{result['before']:.2f} / {result['after_change']:.2f} / {result['acceptance']:.2f}",
-    )
-    offline = result["offline"]
-    yield (
-        f"the same, of a draft trained offline on {offline['samples']} samples of the new subject",
-        f"{result['of_offline']:.3f} of its {offline['acceptance']:.2f}",
-    )
-    yield (
-        "requests meanwhile: lost / asked of another server / all; server processes that were started again",
-        f"{len(result['lost'])} / {result['retried']} / {result['requests']:,}; {result['server_processes_gone']}",
-    )
+    for seed, found in result.items():
+        promoted = sum(1 for _, outcome, _ in found["decisions"] if "promoted" in outcome) - 1
+        rounds = f"{len(found['runs'])} runs of {found['samples']} samples, {promoted} of them promoted"
+        yield (
+            f"tokens per step on {found['servers']} servers that nobody watches: before users change the subject / "
+            f"after it / after {rounds} ({seed})",
+            f"{found['before']:.2f} / {found['after_change']:.2f} / {found['acceptance']:.2f}",
+        )
+        offline = found["offline"]
+        yield (
+            f"the same, of a draft trained offline on {offline['samples']:,} samples of the new subject ({seed})",
+            f"{found['of_offline']:.3f} of its {offline['acceptance']:.2f}",
+        )
+        yield (
+            f"requests meanwhile: lost / asked of another server / all; server processes that were started again "
+            f"({seed})",
+            f"{len(found['lost'])} / {found['retried']} / {found['requests']:,}; {found['server_processes_gone']}",
+        )

@@ -316,7 +316,9 @@ def main() -> None:
         "lookahead": LOOKAHEAD, "learning_rate": options.learning_rate,
     }  # fmt: skip
     result |= loop(folder, options)
-    write_atomically(options.json, json.dumps(result, indent=1) + "\n")
+    seeds = json.loads(options.json.read_text()) if options.json.is_file() else {}
+    seeds[f"seed {options.seed}"] = result
+    write_atomically(options.json, json.dumps(seeds, indent=1) + "\n")
     print(json.dumps(result, indent=1), flush=True)
     shutil.rmtree(folder)
 

@@ -108,6 +108,8 @@ def links(run: OpenRun) -> Iterator[Link]:
     yield Link("Prefect flow run", page or f"draftsmith ui  # flow run {run.folder.name}", page)
     yield Link("Run folder", str(run.folder.path))
     files = {"Exported draft": run.folder.export, "Logs": run.folder.logs, "The same as data": run.folder.report}
+    if run.folder.stitched.is_dir():
+        files["Target with the trained MTP layer"] = run.folder.stitched
     yield from (Link(name, path.name, path.name) for name, path in files.items())
 
 

@@ -71,6 +71,7 @@ def test_prefect_and_mlflow_show_the_run(
 ) -> None:
     draft = register_draft.fn(run, tracking, target, trained, export, result)
     lose_a_sample(run, "out of | memory")
+    run.folder.stitched.mkdir()
 
     @flow
     def reporting() -> None:
@@ -91,6 +92,7 @@ def test_prefect_and_mlflow_show_the_run(
     assert "data:image/png;base64," in page
     assert "3.50" in page
     assert "out of \\| memory" in page
+    assert 'href="stitched"' in run.folder.report_page.read_text()
     assert artifacts["report-tiny"].description == (
         "3.50 tokens per step, gate passed against no draft (+250.0%), prompt lookup 2.10"
     )
