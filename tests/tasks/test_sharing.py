@@ -69,7 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         for function, answer in answers.items():
             monkeypatch.setattr(pynvml, f"nvml{function}", answer)
         if count:
-            monkeypatch.setattr("tasks.plan.host_memory", lambda: 2 * (count + 1) * total)
+            monkeypatch.setattr("tasks.plan.memory", lambda: 2 * (count + 1) * total)
 
     return become
 
