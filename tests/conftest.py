@@ -287,6 +287,7 @@ def make_run(tmp_path: Path, tiny_target: TargetRecord, monkeypatch: pytest.Monk
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetRecord) -> Callable[..., RunFolder]:
     """Gives a run of the tiny recipe with these overrides that nothing disturbed; it is trained once and only read."""
+    from models.run import PreparedRun  # with torch
 
     @cache
     def finished(*overrides: str) -> RunFolder:
@@ -294,6 +295,8 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny_target: TargetRe
         with memory_folder() as memory, pytest.MonkeyPatch.context() as patch, processes() as start:
             patch.setenv("DRAFTSMITH_SHM", str(memory))
             train(start, folder)
+            assert list(memory.iterdir()), "its objects were elsewhere"
+            assert not list(PreparedRun.open(folder.path).open_transport().keys()), "objects that nobody released"
         return folder
 
     return finished
