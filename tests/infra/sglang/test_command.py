@@ -1,5 +1,7 @@
 """The command line of a server, by its settings and machines."""
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from infra.records.servers import ServerMachines, ServerOrder
-from infra.sglang.command import ServerSpec, serving_command
+from infra.sglang.command import ServerSpec, serving_command, sglang_python
 from infra.sglang.config import SGLangConfig
 from infra.sglang.machines import newest_order, part_of
 
@@ -55,3 +57,25 @@ def test_the_newest_order_holds_until_it_is_revoked(tmp_path: Path) -> None:
     (tmp_path / "order-10.json").unlink()
     assert newest_order(tmp_path) == orders[0]
     assert part_of(orders[0], 1, 2) == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:21000"]
+
+
+START_METHOD = "import multiprocessing as mp; mp.set_start_method('spawn', force=True); print(mp.get_start_method())"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "method"),
+    [
+        (("--device", "cpu"), {}, "fork"),
+        (("--device", "cpu"), {"DRAFTSMITH_TEST_SPAWN": "1"}, "spawn"),
+        (("--device", "cuda"), {}, "spawn"),
+        ((), {}, "spawn"),
+    ],
+)
+def test_servers_of_tests_fork_on_a_cpu_alone(
+    arguments: tuple[str, ...], variables: dict[str, str], method: str
+) -> None:
+    command = [str(sglang_python()), "-c", START_METHOD, *arguments]
+    said = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout.strip() == method
