@@ -1,5 +1,8 @@
-# `make quickstart` and `make test` set up everything on a machine that has Python 3.11 and nothing else.
-PYTHON ?= python3.11
+# `make quickstart` and `make test` set up everything on a machine that has Python and nothing else.
+# Tried by running them: pyenv puts programs on the path that only say that their version is not chosen.
+PYTHON ?= $(or $(shell for name in python3.11 python3.12 python3.13 python3; do \
+    $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$name && break; done),\
+    $(error Draftsmith needs Python 3.11, 3.12 or 3.13: install one, or name its program: make PYTHON=/path/to/python3.12))
 VENV := .venv
 BIN := $(VENV)/bin
 # Wheels by NVIDIA's driver: 580 and newer run CUDA 13, 525 and newer CUDA 12; without one nothing of CUDA is installed.
@@ -102,6 +105,9 @@ sglang: $(SGLANG)/.ready
 $(SGLANG)/.ready: pyproject.toml $(wildcard requirements/sglang-*.txt)
 	@[ $(WHEELS) = cpu ] || [ $(WHEELS) = cu130 ] || \
 	    { echo "SGLang needs CUDA 13: update NVIDIA's driver $(DRIVER) to 580; generator.engine=transformers needs none"; exit 1; }
+	@[ $(WHEELS) = cpu ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || \
+	    { echo "SGLang for GPUs pins a package without wheels for Python 3.13: install 3.12, then" \
+	    "make sglang PYTHON=python3.12; it need not be the Python of $(VENV)"; exit 1; }
 	$(PYTHON) -m venv $(SGLANG)
 ifeq ($(WHEELS),cu130)
 	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -27,6 +28,12 @@ BASE = {
 """In every Linux on which Python runs."""
 
 
+def program(place: Path, script: str) -> Path:
+    place.write_text(f"#!/bin/sh\n{script}\n")
+    place.chmod(0o755)
+    return place
+
+
 @pytest.mark.parametrize(
     ("told", "torch", "sglang"),
     [
@@ -40,14 +47,9 @@ BASE = {
 )
 def test_wheels_are_chosen_by_the_driver(tmp_path: Path, told: str, torch: str, sglang: str) -> None:
     """Both environments are made in an empty folder, by a Python and a pip that only tell what they were asked for."""
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{told}'\n")
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\nmkdir -p "$3/bin"\necho "echo pip \\"\\$@\\"" > "$3/bin/pip"\nchmod +x "$3/bin/pip"\n'
-    )
-    for program in (tool, python):
-        program.chmod(0o755)
+    program(tmp_path / "nvidia-smi", f"echo '{told}'")
+    makes = 'mkdir -p "$3/bin"; echo "echo pip \\"\\$@\\"" > "$3/bin/pip"; chmod +x "$3/bin/pip"'
+    python = program(tmp_path / "python", f'[ "$1" = -c ] || {{ {makes}; }}')
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
     def made(name: str, place: Path) -> str:
@@ -69,6 +71,50 @@ def test_wheels_are_chosen_by_the_driver(tmp_path: Path, told: str, torch: str, 
         assert sglang in engine
     else:
         assert "SGLang needs CUDA 13" in engine
+
+
+def wanted(tmp_path: Path, there: dict[str, int]) -> "subprocess.CompletedProcess[str]":
+    """What `make` would do where these Pythons are on the path: each ends with this status whatever it is asked."""
+    path = tmp_path / "path"
+    path.mkdir()
+    for name, status in there.items():
+        program(path / name, f"exit {status}")
+    for tool in ("sh", "bash", "sed", "make"):
+        (path / tool).symlink_to(shutil.which(tool) or "")
+    command = ["make", "--dry-run", f"VENV={tmp_path}/main", f"{tmp_path}/main/.ready"]
+    environment = {"PATH": str(path), "HOME": str(tmp_path)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        ({"python3": 0}, "python3"),
+        ({"python3": 0, "python3.13": 0}, "python3.13"),
+        ({"python3.13": 0, "python3.12": 0}, "python3.12"),
+        ({"python3.13": 0, "python3.12": 0, "python3.11": 0}, "python3.11"),
+        ({"python3.11": 127, "python3.12": 0, "python3": 0}, "python3.12"),  # pyenv's, which is not chosen
+    ],
+)
+def test_any_python_that_the_machine_has_will_do(tmp_path: Path, there: dict[str, int], chosen: str) -> None:
+    done = wanted(tmp_path, there)
+    assert done.returncode == 0, done.stderr
+    assert f"\n{chosen} -m venv {tmp_path}/main\n" in done.stdout
+
+
+@pytest.mark.parametrize("there", [{}, {"python3": 1}])  # 3.10 or 3.14
+def test_a_machine_without_a_fitting_python_says_so(tmp_path: Path, there: dict[str, int]) -> None:
+    done = wanted(tmp_path, there)
+    assert done.returncode != 0
+    assert "Draftsmith needs Python 3.11, 3.12 or 3.13: install one" in done.stderr
+
+
+def test_sglang_for_gpus_is_refused_to_a_python_for_which_its_pins_have_no_wheels(tmp_path: Path) -> None:
+    python = program(tmp_path / "python", "exit 1")
+    command = ["make", "--silent", f"PYTHON={python}", "WHEELS=cu130", f"SGLANG={tmp_path}", f"{tmp_path}/.ready"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert "install 3.12, then make sglang PYTHON=python3.12" in done.stdout
 
 
 def resolve(folder: Path, *arguments: str) -> dict[str, dict[str, Any]]:
