@@ -53,9 +53,10 @@ PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/pyth
 test: $(VENV)/.ready $(SGLANG)/.test-ready
 	$(PYTEST) -m "not slow and not long and not registry" --durations=40
 
-# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores.
+# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores. They wait for
+# processes that they start a fifth of the time, so three of them keep two cores busy.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m "slow and not long" --verbose --durations=30
+	$(PYTEST) -n 3 -m "slow and not long" --verbose --durations=30
 
 # Further cases of what the slow tests prove, for releases: about as long again.
 test-long: $(VENV)/.ready $(SGLANG)/.test-ready

@@ -18,10 +18,10 @@ from models.run import PreparedRun
 from models.targets.weights import read_target_head
 
 DRAFT = "draft={method: eagle3, vocab_size: null, num_heads: 2, num_kv_heads: 2, head_dim: 8, intermediate_size: 32}"
-LOOKAHEAD, STEPS = 3, 150
+LOOKAHEAD = 3
 
 
-def learned_by_heart(run: PreparedRun, samples: list[PackedSamples]) -> Draft:
+def learned_by_heart(run: PreparedRun, samples: list[PackedSamples], steps: int = 150) -> Draft:
     """A draft of the run that was trained on these samples alone."""
     head = read_target_head(Path(run.target.path), torch.float32)
     every = DraftVocabulary(torch.arange(run.target.vocab_size), run.target.vocab_size)
@@ -32,7 +32,7 @@ def learned_by_heart(run: PreparedRun, samples: list[PackedSamples]) -> Draft:
     batch = joined(samples)
     total = int(batch.loss_mask.sum())
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=5e-3)
-    for _ in range(STEPS):
+    for _ in range(steps):
         draft.loss(batch, target, total, 256).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

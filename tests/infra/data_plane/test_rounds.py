@@ -69,23 +69,12 @@ def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
     return load_file(folder.path / result.checkpoint / "draft.safetensors")
 
 
-def check_whole(folder: RunFolder, streamed: RunFolder, samples: int = 36) -> None:
+def check_whole(folder: RunFolder, streamed: RunFolder, samples: int) -> None:
     assert PreparedRun.open(folder.path).open_ledger().progress() == SampleProgress(consumed=samples)
     assert losses(folder) == losses(streamed)
     mine, theirs = weights(folder), weights(streamed)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert not list((folder.path / "objects").iterdir())
-
-
-@pytest.mark.slow
-def test_turns_give_the_losses_of_a_streamed_run(make_run, finished_run) -> None:
-    folder = alternating(make_run("turns", *SMALL))
-    said = in_turns(folder)
-    check_whole(folder, finished_run(*SMALL))
-    assert len([line for line in said if line.endswith("the trainer's turn")]) >= 2
-    result = TrainingResult.read(folder.training)
-    assert result.steps == 9
-    assert result.tokens == PreparedRun.open(folder.path).samples.train_tokens
 
 
 def test_a_run_in_which_no_side_can_go_on_is_ended(make_run) -> None:
@@ -142,6 +131,8 @@ def test_turns_are_whole_after_kills(make_run, finished_run, victims: str, kill_
                 kill_commands(flow.pid, "models.capture.generator", "models.training.trainer")
     assert flow.wait(WAIT_S) == 0
     check_whole(folder, finished_run(*settings), 72)
+    result = TrainingResult.read(folder.training)
+    assert (result.steps, result.tokens) == (18, 2 * PreparedRun.open(folder.path).samples.train_tokens)
 
 
 def kill_commands(flow: int, *names: str) -> None:

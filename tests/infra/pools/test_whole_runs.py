@@ -54,11 +54,14 @@ def test_a_run_on_a_cluster_ends_well(kind: str, request: pytest.FixtureRequest,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ray", "slurm"])
+@pytest.mark.parametrize("kind", [pytest.param("ray", marks=pytest.mark.long), "slurm"])
 def test_ranks_on_two_machines_of_a_cluster(
     kind: str, request: pytest.FixtureRequest, make_run, public_folder: Path
 ) -> None:
-    """Each part wants more than half of a machine's cores, so there is one on each, and a part of the store with it."""
+    """Each part wants more than half of a machine's cores, so there is one on each, and a part of the store with it.
+
+    In Ray this is what `test_a_trainer_moves_off_a_lost_machine_in_ray` begins with.
+    """
     try:
         check_mooncake()
     except ValueError as error:

@@ -29,9 +29,9 @@ WORDS, DRAWS = 24, 600
 
 @pytest.fixture
 def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]:
-    """A run whose draft knows the target's answers to some prompts with images by heart."""
+    """A run whose draft knows the target's answers to some prompts with images by heart, after so many steps."""
 
-    def make(family: str, sampling: str, conversations: int = 96) -> PreparedRun:
+    def make(family: str, sampling: str, conversations: int = 96, steps: int = 1) -> PreparedRun:
         settings = [f"benchmark.max_new_tokens={WORDS}", f"benchmark.lookahead={LOOKAHEAD}", "benchmark.loads=[]"]
         settings += [f"promotion.traffic.sampling={sampling}", "benchmark.served_concurrency=[]"]
         folder = seeing_run(family, *settings, draft=BY_HEART, conversations=conversations)
@@ -39,7 +39,9 @@ def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]
         engine, media = PlainEngine(run), torch.tensor(run.target.media_ids)
         prompts = seen_prompts(run.open_samples("heldout"), 4, run.samples.longest)
         texts = engine.continue_greedily(prompts, WORDS)
-        draft = learned_by_heart(run, [sample_of(engine, *pair, media) for pair in zip(prompts, texts, strict=True)])
+        draft = learned_by_heart(
+            run, [sample_of(engine, *pair, media) for pair in zip(prompts, texts, strict=True)], steps
+        )
         write_export(draft, run.folder.export, {}, read_served_target(Path(run.target.path)))
         return run
 
@@ -48,7 +50,7 @@ def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_walks_after_images_are_those_of_captured_texts(family: str, exported: Callable[..., PreparedRun]) -> None:
-    run = exported(family, "greedy")
+    run = exported(family, "greedy", steps=150)
     prompts, media = image_prompts(run), torch.tensor(run.target.media_ids)
     assert len(prompts) >= LEAST_CONVERSATIONS
     contestants = load_contestants(Path(run.target.path), [run.folder.export], torch.float32, sees=True)

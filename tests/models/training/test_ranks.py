@@ -70,10 +70,9 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 MEASURED = "training.heldout_steps=4"
 SETTINGS = [
     (1, "training.micro_batches=4"),
-    (2,),
     # FSDP2 with accumulation; the last step leaves ranks without a sample.
     (2, "training.micro_batches=4", "training.sharded=true"),
-    # Three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
+    # Two and three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
     (3, "training.micro_batches=4"),
     # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
     (4, "training.context_parallel_size=2", "training.micro_batches=2", "training.sharded=true"),
