@@ -6,8 +6,9 @@ A whole stack (`draftsmith up`), and the tiny target on real servers (the tests'
 starts and keeps at the champion. `draftsmith retrain` trains the first champion on answers to docstrings, and
 `draftsmith deploy` brings the live recipe to Prefect. Then users change over to the language reference, and the
 deployment is started once, as its schedule would. From there on nobody does anything: runs learn from the servers, the
-gate decides, promotion starts the next run and has the follower bring the draft to the servers, until one gains
-nothing. Users ask all the while, and ask another server where one does not answer.
+gate decides, promotion starts the next run and has the follower bring the draft to the servers, and from a draft that
+is ahead by too little to be sure the next run goes on, until one gains nothing. Users ask all the while, and ask
+another server where one does not answer.
 
 Recorded are served acceptance over all requests, in windows, every decision of the registry with the requests served
 by then, lost requests, and which servers were started again. At the end the servers and a draft trained offline on the
@@ -206,7 +207,7 @@ def recipes(folder: Path, options: argparse.Namespace, fleet: Fleet, texts: Sequ
         "data": limits | {"source": "live", "max_samples": options.samples, "heldout_share": 0.3},
         "benchmark": tiny["benchmark"] | {"prompts": 512},
         "generator": tiny["generator"] | {"engine": "serving", "live": live, "count": len(servers)},
-        "training": tiny["training"] | {"start_from": "champion", "learning_rate": options.learning_rate},
+        "training": tiny["training"] | {"start_from": "furthest", "learning_rate": options.learning_rate},
     }
     paths = folder / "first.yaml", folder / "live.yaml"
     for path, tree in zip(paths, (first, loop), strict=True):

@@ -26,7 +26,7 @@ from infra.servers.stack import WORK_POOLS
 from models.config.data import LIVE
 from models.config.recipe import RunConfig
 from tasks.deployments import DeploymentRecord, all_pages, deploy, folder_of, recovery_folder
-from tasks.events import DRIFTED, EVERY, PROMOTED
+from tasks.events import DRIFTED, EVERY, PROMOTED, UNPROVEN
 from tasks.side_effects import draft_tag
 
 FILE = "prefect.yaml"
@@ -235,12 +235,13 @@ def _schedule(slug: str, cron: str, options: DeployOptions) -> dict[str, Any]:
 
 
 def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Retrain on fresh prompts, starting from the champion, when traffic has drifted."""
+    """Retrain on fresh prompts, starting from the champion or what is further, when traffic has drifted."""
     data, training = tree.get("data", {}), tree.get("training", {})
     source: Any = {"__prefect_kind": "jinja", "template": _fresh_or(data.get("source", "python-docs"))}
     if data.get("source") == LIVE:
         source = LIVE
-    config = tree | {"data": data | {"source": source}, "training": training | {"start_from": "champion"}}
+    start = "furthest" if training.get("start_from") == "furthest" else "champion"
+    config = tree | {"data": data | {"source": source}, "training": training | {"start_from": start}}
     return {
         "type": "event",
         "name": f"retrain/{tree['name']} when {draft} drifts",
@@ -251,12 +252,12 @@ def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _when_promoted(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Learn from users again once a draft that learned from them is in service: the loop ends with the first that the
-    gate does not let pass."""
+    """Learn from users again once a draft that learned from them is in service, or is ahead and learned from next: the
+    loop ends with the first that is not."""
     return {
         "type": "event",
         "name": f"retrain/{tree['name']} again when {draft} is promoted",
-        "expect": [PROMOTED],
+        "expect": [PROMOTED, UNPROVEN],
         "match": {"prefect.resource.id": draft},
         "parameters": {"config": tree},
     }

@@ -19,6 +19,8 @@ PROMOTED, WITHDRAWN = "draftsmith.draft.promoted", "draftsmith.draft.withdrawn"
 """The serving side loads another version."""
 DRIFTED, DEGRADED = "draftsmith.draft.drifted", "draftsmith.draft.degraded"
 """Start a retraining; a rollback, because a version serves worse than the one that it replaced."""
+UNPROVEN = "draftsmith.draft.unproven"
+"""A draft is ahead of all rivals, too little to be promoted, and the next run goes on from it."""
 WAITING, FAILED, GIVEN_UP = (f"draftsmith.draft.{what}" for what in ("waiting-for-approval", "failed", "given-up"))
 """Need a person."""
 UNKNOWN = "draftsmith.server.unknown_draft"

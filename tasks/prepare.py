@@ -19,7 +19,7 @@ from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
-from infra.tracking.registry import champion, download, find_version
+from infra.tracking.registry import champion, download, find_version, furthest
 from infra.transport.budget import memory_budget
 from infra.transport.choice import IN_MEMORY, NoRoomError, round_bytes, run_memory_folder, shortage
 from infra.transport.files import check_space
@@ -57,13 +57,13 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
     wanted, logger = run.config.training.start_from, get_run_logger()
     if wanted is None or run.folder.start.is_dir():
         return None
-    if isinstance(wanted, str) and wanted != "champion":
+    if isinstance(wanted, str) and wanted not in ("champion", "furthest"):
         run_main(run, on_cpu(run), "start", "models.export.published", timeout_s=TARGET_TIMEOUT_S)
         return None
-    if wanted == "champion":
-        found = champion(run.tracking_uri, run.draft_name)
-    else:
+    if isinstance(wanted, int):
         found = find_version(run.tracking_uri, run.draft_name, wanted)
+    else:
+        found = {"champion": champion, "furthest": furthest}[wanted](run.tracking_uri, run.draft_name)
     if found is None:
         logger.info("no champion of %s to start from: a new draft", run.draft_name)
         return None

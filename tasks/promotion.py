@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, cast
-from uuid import UUID
+from uuid import NAMESPACE_URL, UUID, uuid5
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
@@ -30,7 +30,7 @@ from infra.settings import prefect_is_private
 from infra.tracking import registry
 from infra.tracking.changes import Announcement, Change
 from infra.tracking.promotion import DraftInService, Step
-from tasks.events import PROMOTED, WAITING, WITHDRAWN, tell
+from tasks.events import PROMOTED, UNPROVEN, WAITING, WITHDRAWN, tell
 from tasks.pools import occupy, run_main, span_of
 from tasks.report.meaning import what_next
 from tasks.run import OpenRun
@@ -55,10 +55,18 @@ def promote_or_refuse(run: OpenRun, pool: Pool, draft: RegisteredDraft, gate: Ga
     """
     with one_at_a_time(draft.name):
         step, reason = follow_decision(run, pool, draft, gate)
+    if gate.unproven and run.config.training.start_from == "furthest":
+        tell_unproven(run.folder.name, draft, gate)
     if step == "ask":
         ask_for_approval(draft, run.config.tracking.uri, run.config.name)
     get_run_logger().info("version %s of %s: %s, %s", draft.version, draft.name, DONE[step], reason)
     return registry.find_version(run.tracking_uri, draft.name, draft.version)
+
+
+def tell_unproven(run: str, draft: RegisteredDraft, gate: GateDecision) -> None:
+    """Say that the next run goes on from this version. A resumed run says it again, which counts once."""
+    told = uuid5(NAMESPACE_URL, f"draftsmith {run} {UNPROVEN}")
+    tell(UNPROVEN, draft.name, event_id=told, version=draft.version, reason=gate.reason, run=run)
 
 
 def ended(folder: str, draft: RegisteredDraft, gate: GateDecision) -> str:

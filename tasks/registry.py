@@ -83,6 +83,7 @@ def register_draft(
         "beats_prompt_lookup": str("prompt lookup" not in result.unbeaten).lower(),
         "not_beaten": "; ".join(result.unbeaten) or "none",
         "gate": "passed" if result.gate.passed else "not passed",
+        registry.UNPROVEN: str(result.gate.unproven).lower(),
         "target": target.name,
         "target_revision": target.revision,
         **_lineage(export),

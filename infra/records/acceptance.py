@@ -1,7 +1,4 @@
-"""The records of what a draft is worth: acceptance, conditions, verdicts, registered versions.
-
-Like `infra.records.data_path`, of which they are a part: ids, sizes, paths and numbers, never tensors.
-"""
+"""The records of what a draft is worth: acceptance, conditions, verdicts, registered versions; never tensors."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -128,6 +125,8 @@ class GateDecision(GroundDecision):
     instead: str | None = None
     """The method without training that is the better choice: `no draft` or `prompt lookup`; None: none is."""
     instead_arguments: tuple[str, ...] = ()
+    unproven: bool = False
+    """Not passed, and yet ahead of every rival: only certainty is missing."""
 
 
 class RegisteredDraft(Record):

@@ -34,6 +34,8 @@ SMOKE_TEST = "smoke_test"
 """Tag of a version that was put into service: the outcome of its smoke test."""
 REFUSED = "refused"
 """Tag of a version that was not promoted: the reason."""
+UNPROVEN = "unproven"
+"""Tag, `true` or `false`: the benchmark found the version ahead of every rival, by too little to be sure."""
 RUN = "run"
 WEIGHTS_SHA256 = "weights_sha256"
 """Tag: hash of the export's weights, by which a served draft is recognised."""
@@ -141,6 +143,15 @@ def champion(uri: str, name: str) -> RegisteredDraft | None:
     if model is None or CHAMPION not in model.aliases:
         return None
     return _draft(client, name, int(model.aliases[CHAMPION]))
+
+
+def furthest(uri: str, name: str) -> RegisteredDraft | None:
+    """What training goes on from: the challenger while it is ahead of the present champion, though not surely, else the
+    champion, or None."""
+    serves = champion(uri, name)
+    against = str(serves.version) if serves else ""
+    waiting = (one for one in list_drafts(uri, name) if CHALLENGER in one.aliases and one.tags.get(UNPROVEN) == "true")
+    return next((one for one in waiting if one.tags.get(MEASURED_AGAINST) == against), serves)
 
 
 def find_version(uri: str, name: str, version: int) -> RegisteredDraft:

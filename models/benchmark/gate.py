@@ -93,6 +93,7 @@ def decide(evidence: GateEvidence) -> GateDecision:
         categories=categories,
         instead=None if blocked else instead,
         instead_arguments=() if blocked else arguments,
+        unproven=not blocked and not worse and bool(failed) and all(duel.difference.estimate > 0 for duel in duels),
     )
 
 

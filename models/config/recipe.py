@@ -169,8 +169,8 @@ class RunConfig(StrictConfig):
             return "transport.kind=stored would keep what users were answered: leave it out"
         if self.training.start_from is None:
             return (
-                "set training.start_from=champion: a run continues with the draft that the servers run, and with its "
-                "vocabulary"
+                "set training.start_from=furthest (or champion): a run continues with the draft that the servers run, "
+                "and with its vocabulary"
             )
         if self.training.epochs != 1:
             return (

@@ -94,9 +94,10 @@ def what_next(gate: GateDecision, draft: RegisteredDraft, is_served: bool = True
         state = "waits as the challenger" if draft.aliases else "is registered and does not serve"
         if CHAMPION in draft.aliases:
             state = "is the champion only because somebody promoted it"
+        goes_on = " A run with training.start_from=furthest goes on from it." if gate.unproven and draft.aliases else ""
         return (
             f"The gate is not passed ({gate.reason.rstrip('.')}), so {version} {state}, until a better one comes or "
-            f"somebody runs {promote}."
+            f"somebody runs {promote}.{goes_on}"
         )
     if CHAMPION in draft.aliases:
         undo = f"; `draftsmith drafts rollback --name {draft.name}` puts version {tags.get(REPLACES)} back"

@@ -9,7 +9,7 @@ from infra.drift.config import WatchConfig
 from infra.refusal import Refusal
 from models.config.recipe import as_recipe, load_recipe
 from tasks.draft_deployments import DeployOptions, described
-from tasks.events import PROMOTED
+from tasks.events import PROMOTED, UNPROVEN
 from tasks.side_effects import artifact_key
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -80,14 +80,15 @@ def test_two_drafts_share_no_key() -> None:
     assert artifact_key("report", "draft-quickstart") == "report-draft-quickstart"
 
 
-def test_a_run_that_learned_from_users_is_followed_by_another_until_one_gains_nothing() -> None:
+@pytest.mark.parametrize("start", ["champion", "furthest"])
+def test_a_run_that_learned_from_users_is_followed_by_another_until_one_gains_nothing(start: str) -> None:
     live = "{servers: [{address: 'http://127.0.0.1:1', socket: /run/a}], consent: users agreed, retention_days: 1}"
     settings = ["generator.engine=serving", f"generator.live={live}", "data.source=live", "data.max_samples=64"]
-    settings += ["data.overlong=truncate", "training.start_from=champion"]
+    settings += ["data.overlong=truncate", f"training.start_from={start}"]
     drifted, promoted = by_flow("tiny", settings)["retrain"]["triggers"]
     for trigger in (drifted, promoted):
         assert trigger["match"] == {"prefect.resource.id": "draft-tiny"}
         config = as_recipe(trigger["parameters"]["config"], "here")
         # Whatever prompts came with the alarm.
         assert config == load_recipe(RECIPES / "tiny.yaml", settings)
-    assert promoted["expect"] == [PROMOTED]
+    assert promoted["expect"] == [PROMOTED, UNPROVEN]

@@ -29,13 +29,13 @@ def open_run(tmp_path: Path, uri: str, start_from: object) -> OpenRun:
     return OpenRun(config, folder, Owner("test", folder.logs))
 
 
-def register(tmp_path: Path, uri: str, text: str) -> int:
+def register(tmp_path: Path, uri: str, text: str, **tags: str) -> int:
     runs.start_run(tmp_path / f"{text}.json", uri, "test", text, {}, {})
     run, export = TrackedRun.read(tmp_path / f"{text}.json"), tmp_path / text
     export.mkdir()
     (export / "config.json").write_text(text)
     model = runs.log_folder(run, export, "draft", 1, "draft")
-    return registry.register(uri, "draft-tiny", model, run.run_id, {}).version
+    return registry.register(uri, "draft-tiny", model, run.run_id, tags).version
 
 
 def fetch(run: OpenRun) -> int | None:
@@ -66,3 +66,26 @@ def test_a_version_by_its_number(tmp_path: Path, uri: str):
         fetch(other)
     cold = open_run(tmp_path / "run" / "run", uri, "null")
     assert fetch(cold) is None
+
+
+def test_the_furthest_is_the_newest_while_it_is_ahead_of_the_champion(tmp_path: Path, uri: str):
+    def next_start(name: str) -> int | None:
+        (tmp_path / name).mkdir()
+        return fetch(open_run(tmp_path / name, uri, "furthest"))
+
+    def refused(text: str, unproven: str, against: str) -> int:
+        tags = {registry.UNPROVEN: unproven, registry.MEASURED_AGAINST: against}
+        version = register(tmp_path, uri, text, **tags)
+        DraftInService(uri, "draft-tiny").refuse(version, by="gate", reason="not surely")
+        return version
+
+    assert next_start("a") is None, "no version yet: a new draft"
+    assert refused("1", "true", "") == next_start("b") == 1, "no champion: the draft that is ahead of no draft"
+    DraftInService(uri, "draft-tiny").promote(register(tmp_path, uri, "2"), by="tests", reason="")
+    assert next_start("c") == 2
+    assert refused("3", "true", "2") == next_start("d") == 3
+    assert refused("4", "true", "2") == next_start("e") == 4
+    assert refused("5", "false", "2") == 5
+    assert next_start("f") == 2, "what came of the version that was ahead is not"
+    assert refused("6", "true", "1") == 6
+    assert next_start("g") == 2, "it never met the champion"

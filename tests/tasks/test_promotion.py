@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow
@@ -13,7 +14,8 @@ from infra.tracking import registry
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
-from tasks.promotion import NOT_PROMOTED, ended
+from tasks.events import UNPROVEN
+from tasks.promotion import NOT_PROMOTED, ended, tell_unproven
 
 REASON = "worse than version 3"
 
@@ -33,6 +35,20 @@ def test_a_run_whose_draft_does_not_serve_is_told_from_others(result: BenchmarkR
         state: Any = ended("/runs/tiny-1", aliased(registry.CHALLENGER), gate)
         assert (state.type, state.name, state.data) == (StateType.COMPLETED, NOT_PROMOTED, "/runs/tiny-1")
         assert said in state.message
+
+
+def test_a_resumed_run_says_that_a_version_is_ahead_once(failed: GateDecision, monkeypatch: pytest.MonkeyPatch) -> None:
+    emitted: list[tuple[str, Any, UUID]] = []
+
+    def emit(event: str, _resource: Any, *, payload: Any, id: UUID) -> None:
+        emitted.append((event, payload, id))
+
+    monkeypatch.setattr("tasks.events.emit_event", emit)
+    for run in ("live-1", "live-1", "live-2"):
+        tell_unproven(run, aliased(registry.CHALLENGER), failed)
+    assert {(event, said["version"], said["reason"]) for event, said, _ in emitted} == {(UNPROVEN, 2, REASON)}
+    first, again, other = (id for _, _, id in emitted)
+    assert first == again != other
 
 
 @pytest.mark.slow

@@ -53,6 +53,26 @@ def test_acceptance_decides(challenger: float, champion: float | None, passed: b
 
 
 @pytest.mark.parametrize(
+    ("challenger", "champion", "facts", "unproven"),
+    [
+        (0.505, 0.5, {}, True),
+        (0.48, 0.5, {}, False),
+        (0.6, 0.4, {}, False),  # it is proven
+        (0.003, None, {}, True),
+        (0.505, 0.5, {"mismatches": 1}, False),  # a fault, whatever it gains
+        (0.003, 0.5, {}, False),  # ahead of no draft, behind the champion
+    ],
+)
+def test_a_draft_is_unproven_where_certainty_alone_is_missing(
+    challenger: float, champion: float | None, facts: dict[str, float], unproven: bool
+):
+    other = None if champion is None else sums(champion, seed=2)
+    decision = decide(evidence(ground(sums(challenger, seed=2), other), **facts))
+    assert decision.unproven == unproven
+    assert not (decision.unproven and decision.passed)
+
+
+@pytest.mark.parametrize(
     ("fact", "word"),
     [
         ({"distinct_token_share": 0.03}, "degenerate"),

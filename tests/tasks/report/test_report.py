@@ -296,6 +296,13 @@ def test_what_comes_next_is_what_the_registry_says(
     assert expected in what_next(gate.model_copy(update={"passed": passed}), draft)
 
 
+def test_a_version_that_is_ahead_is_said_to_be_gone_on_from(gate: GateDecision) -> None:
+    draft = RegisteredDraft(name="d", version=3, model_id="m", aliases=("challenger",), tags={})
+    for unproven in (True, False):
+        said = what_next(gate.model_copy(update={"passed": False, "unproven": unproven}), draft)
+        assert ("start_from=furthest goes on from it" in said) == unproven
+
+
 def test_the_gate_says_what_each_category_could_show(result: BenchmarkResult) -> None:
     code = CategoryDecision(
         ground="gsm8k", category="code", prompts=30, challenger=2.0, champion=2.5, difference=-0.2, p=0.01,
