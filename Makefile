@@ -135,6 +135,8 @@ sglang-for-tests: $(SGLANG)/.test-ready
 
 $(SGLANG)/.test-ready: $(SGLANG)/.ready tests/sglang_cpu/pyproject.toml
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable tests/sglang_cpu
+	@# Not as sitecustomize, of which Debian and Ubuntu have one of their own.
+	@echo 'import sglang_forks' > $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sglang_forks.pth
 	@touch $@
 
 # 300 runs under fire, several hours on two cores; with root, a fifth of them on two hosts. Started again, it goes on.

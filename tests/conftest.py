@@ -220,6 +220,14 @@ def s3_bucket(s3_port: int) -> Iterator[str]:
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def own_namespaces() -> None:
+    """Skips where the kernel gives a user no namespaces, as Ubuntu's from 23.10 on does by default."""
+    asked = ["unshare", "--user", "--map-root-user", "--mount", "--net", "true"]
+    if subprocess.run(asked, capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("no namespaces for this user")
+
+
 @pytest.fixture
 def public_folder() -> Iterator[Path]:
     """In shared memory; processes of nobody's may enter it."""

@@ -115,7 +115,7 @@ WITH_A_ROUTE = (
 
 
 @pytest.mark.parametrize(("before", "said"), [("exec ", NONE), (WITH_A_ROUTE, "10.77.0.9")])
-def test_auto_is_the_address_of_the_default_route(before: str, said: str) -> None:
+def test_auto_is_the_address_of_the_default_route(before: str, said: str, own_namespaces: None) -> None:
     """In a network namespace of its own, first without any network."""
     if before == WITH_A_ROUTE and shutil.which("ip") is None:
         before, said = "exec ", NONE

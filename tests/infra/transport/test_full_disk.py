@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("own_namespaces")
+
 IN_A_SMALL_FILE_SYSTEM = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 """A mount of its own, which needs no rights."""
 MOUNT = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'

@@ -19,7 +19,9 @@ MOUNT = 'mount -t tmpfs -o size=96m none "$0" && exec "$@"'
 
 
 @pytest.fixture
-def start_in_a_small_file_system() -> Iterator[Callable[[Path, RunFolder], "subprocess.Popen[str]"]]:
+def start_in_a_small_file_system(
+    own_namespaces: None,
+) -> Iterator[Callable[[Path, RunFolder], "subprocess.Popen[str]"]]:
     """Starts a generator in a mount namespace of its own, which needs no rights, with 96 MiB at a folder."""
     started: list[subprocess.Popen[str]] = []
 

@@ -112,7 +112,7 @@ def test_text_with_a_placeholder_of_an_image_is_left_out(
     target = multimodal("qwen2_5_vl", tmp_path / "target", tiny_target.path)
     placeholder = str(AutoTokenizer.from_pretrained(target.path).decode([target.media_ids[0]]))
     questions = [f"What is module {number}?" for number in range(5)]
-    records = [record(question, {}) for question in [*questions, f"What is{placeholder}?"]]
+    records = [record(question, {}) for question in [*questions, f'What is "{placeholder}"?']]
     samples = prepare_samples(
         DataConfig(source=str(write_lines(tmp_path / "a.jsonl", records)), chat_template="tokenizer"), target, False
     )

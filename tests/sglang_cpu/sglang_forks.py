@@ -1,5 +1,7 @@
 """For processes of SGLang's environment, of which a server is three: on a CPU they start in a third of the time.
 
+Each imports this first (sglang_forks.pth).
+
 While they import they seldom search for garbage, and a server that computes on the CPU forks its processes, which then
 need not import SGLang once more. With `DRAFTSMITH_TEST_SPAWN=1` it spawns them, as SGLang does. On GPUs it always does:
 this environment may serve there after the tests, and a forked process cannot use CUDA.
