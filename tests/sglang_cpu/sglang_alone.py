@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 from safetensors.torch import load_file
 from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from sglang.srt.layers.radix_attention import AttentionType
@@ -52,6 +53,7 @@ def load_weights(draft: Any, folder: Path) -> set[str]:
 def stand_alone(folder: Path) -> None:
     """SGLang's layers ask for the process group that they are sharded over: here it is of one."""
     torch.set_num_threads(1)
+    torch._dynamo.config.disable = True  # a machine of a person who runs the tests may lack a C++ compiler
     chosen = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
     args = ServerArgs(model_path=str(folder), grammar_backend="none", mem_fraction_static=0.5, **chosen)
     publish(args, role="test", ranks=SpawnRanks(world_rank=0))
