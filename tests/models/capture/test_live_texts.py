@@ -143,7 +143,7 @@ def test_a_run_beside_servers_has_its_gpus_for_one_copy_of_the_target() -> None:
         ("data.regeneration={}", "leave data.regeneration"),
         ("data.overlong=drop", "data.overlong"),
         ("training.epochs=2", "set it to 1"),
-        ("training.start_from=null", "set training.start_from=champion"),
+        ("training.start_from=null", "set training.start_from=furthest"),
         ("transport={kind: stored, folder: objects}", "leave it out"),
         ("pools={sharing: alternate, inference_gpus: 1, training_gpus: 1}", "leave pools.sharing out"),
         (f"generator.live={LIVE.replace('users agreed', 'yes')}", "consent"),
