@@ -1,11 +1,14 @@
 """What SGLang is told on a machine without CUDA."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+
+from models.capture.sglang import cpu_platform
 
 DECLARE = """
 import sys, torch
@@ -14,6 +17,12 @@ from models.capture.sglang import cpu_platform
 for _ in range(2):
     cpu_platform._declare_torchvision_operators()
 print(hasattr(torch.ops.torchvision, "nms"))
+"""
+ACTIVATE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from models.capture.sglang import cpu_platform
+print(cpu_platform.activate() == cpu_platform.PLATFORM)
 """
 LOADS = Path(str(psutil._psplatform.cext.__file__)).read_bytes()
 
@@ -31,3 +40,43 @@ def test_operators_are_declared_where_torchvision_does_not_declare_them(
     command = [sys.executable, "-c", DECLARE, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
     assert said == f"{declared}\n"
+
+
+VENDORS = "[sglang.srt.platforms]\nvendor = somewhere:activate\n"
+KERNELS = 'import torch\nlibrary = torch.library.Library("sgl_kernel", "FRAGMENT")\n'
+KERNELS += 'library.define("convert_weight_packed(Tensor weight) -> Tensor")\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "chosen", "expected"),
+    [
+        ({}, None, True),
+        ({"sgl_kernel.py": KERNELS}, None, False),
+        ({"sgl_kernel.py": ""}, None, True),  # those for GPUs alone
+        ({"sgl_kernel.py": "raise ImportError('libcuda.so.1')"}, None, True),
+        ({"vendor-1.dist-info/entry_points.txt": VENDORS}, None, False),
+        ({"vendor-1.dist-info/entry_points.txt": VENDORS}, "draftsmith_cpu", True),
+        ({"sgl_kernel.py": KERNELS}, "draftsmith_cpu", True),
+    ],
+    ids=str,
+)
+def test_a_server_that_computes_on_something_else_keeps_it(
+    tmp_path: Path, files: dict[str, str], chosen: str | None, expected: bool
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    environment = {name: value for name, value in os.environ.items() if name != "SGLANG_PLATFORM"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({} if chosen is None else {"SGLANG_PLATFORM": chosen})
+    said = subprocess.run(
+        [sys.executable, "-c", ACTIVATE, str(tmp_path)],
+        env=environment, capture_output=True, text=True, check=True, timeout=300,
+    ).stdout  # fmt: skip
+    assert said == f"{expected}\n"
+
+
+def test_other_accelerators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cpu_platform.activate() is None
