@@ -15,6 +15,7 @@ from elftools.elf.elffile import ELFFile
 from packaging.utils import canonicalize_name
 
 from infra.transport.mooncake.environment import GPUDIRECT_LIBRARIES, LIBRARIES
+from models.capture.sglang.plugin import HOOKED
 
 ROOT = Path(__file__).parents[1]
 RESOLVE_S = 800.0
@@ -192,4 +193,4 @@ def test_sglang_on_gpus_is_installed_as_locked_with_mooncake_for_host_memory(tmp
 def test_sglang_has_one_version_wherever_it_is_named() -> None:
     """Its internals are hooked."""
     named = {locked(file)["sglang"] for file in ("sglang-cuda.txt", "sglang-cuda-lock.txt", "sglang-cpu-no-deps.txt")}
-    assert named == {"0.5.23"}
+    assert named == {HOOKED}

@@ -27,6 +27,7 @@ same features in training and in service, so the patch applies to every engine t
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -45,6 +46,8 @@ from models.dtypes import DTYPES
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
 
+HOOKED = "0.5.23"
+"""The version of SGLang whose internals are hooked here."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor.__init__"
 RUN_BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
@@ -310,11 +313,18 @@ def register() -> None:
 
     HookRegistry.register(GEMMA3_CAPTURE, mark_layers, HookType.AFTER)
     HookRegistry.register(GEMMA3_LAYER, whole_output, HookType.AROUND)
-    if live_socket() is not None:
+    spec, lives = capture_spec(), live_socket() is not None
+    if lives and (found := version("sglang")) != HOOKED:
+        # Users are served all the same: what another version does with these hooks is unknown.
+        print(
+            f"draftsmith: nothing is learned from this server: the plugin needs SGLang {HOOKED}, not {found}",
+            flush=True,
+        )
+        lives = False
+    if lives:
         HookRegistry.register(SCHEDULER, listen_for_runs, HookType.AFTER)
         HookRegistry.register(LOGITS, keep_last, HookType.AFTER)
-    spec = capture_spec()
-    if spec is not None or live_socket() is not None:
+    if spec is not None or lives:
         HookRegistry.register(RUN_BATCH, after_run_batch, HookType.AFTER)
         HookRegistry.register(STREAM_OUTPUT, hold_replies, HookType.AROUND)
     if spec is not None and spec.embedded:
