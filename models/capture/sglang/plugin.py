@@ -316,10 +316,8 @@ def register() -> None:
     spec, lives = capture_spec(), live_socket() is not None
     if lives and (found := version("sglang")) != HOOKED:
         # Users are served all the same: what another version does with these hooks is unknown.
-        print(
-            f"draftsmith: nothing is learned from this server: the plugin needs SGLang {HOOKED}, not {found}",
-            flush=True,
-        )
+        said = f"nothing is learned from this server: the plugin needs SGLang {HOOKED}, not {found}"
+        print(f"draftsmith: {said}", flush=True)
         lives = False
     if lives:
         HookRegistry.register(SCHEDULER, listen_for_runs, HookType.AFTER)

@@ -34,8 +34,9 @@ def test_a_server_of_another_version_serves_and_nothing_is_learned_from_it(
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    environment = os.environ | {"DRAFTSMITH_LIVE": str(tmp_path / "live.sock")}
     said = subprocess.run(
-        [sys.executable, "-c", REGISTER, str(tmp_path)], env=os.environ | {"DRAFTSMITH_LIVE": str(tmp_path / "live.sock")},
+        [sys.executable, "-c", REGISTER, str(tmp_path)], env=environment,
         capture_output=True, text=True, check=True, timeout=300,
     ).stdout.splitlines()  # fmt: skip
     assert GEMMA3_LAYER in said
