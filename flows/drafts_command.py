@@ -169,7 +169,7 @@ def replay(version: Annotated[int, typer.Argument(min=1)], name: Name = None) ->
         evidence.write_text(registry.read_artifact(tracking_uri(), draft, registry.EVIDENCE))
         command = [sys.executable, "-m", "models.benchmark.gate", str(evidence)]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    decision, then = GateDecision.model_validate_json(printed), draft.tags.get("gate", "")
+    decision, then = GateDecision.model_validate_json(printed), draft.tags.get(registry.GATE, "")
     now = "passed" if decision.passed else "not passed"
     print(f"version {version} of {draft.name}: gate {now}, {decision.reason}")
     print("the recorded decision is the same" if now == then else f"the recorded decision differs: {then or 'none'}")

@@ -22,6 +22,7 @@ from infra.tracking.registry import (
     CHALLENGER,
     CHAMPION,
     COST,
+    GATE,
     GOODPUT,
     GPU_BUSY,
     GPU_HOURS,
@@ -201,7 +202,7 @@ def _drift(own: Sequence[Series]) -> str:
 def _versions_wanted(versions: Sequence[RegisteredDraft], decisions: Sequence[PromotionDecision]) -> Iterator[str]:
     decided = {one.version for one in decisions}
     for one in versions:
-        if CHALLENGER in one.aliases and one.version not in decided and one.tags.get("gate") == "passed":
+        if CHALLENGER in one.aliases and one.version not in decided and one.tags.get(GATE) == "passed":
             yield f"approve or refuse version {one.version}, which passed the gate"
 
 

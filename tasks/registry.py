@@ -82,7 +82,7 @@ def register_draft(
         **_goodput(result),
         "beats_prompt_lookup": str("prompt lookup" not in result.unbeaten).lower(),
         "not_beaten": "; ".join(result.unbeaten) or "none",
-        "gate": "passed" if result.gate.passed else "not passed",
+        registry.GATE: "passed" if result.gate.passed else "not passed",
         registry.UNPROVEN: str(result.gate.unproven).lower(),
         "target": target.name,
         "target_revision": target.revision,

@@ -34,6 +34,8 @@ SMOKE_TEST = "smoke_test"
 """Tag of a version that was put into service: the outcome of its smoke test."""
 REFUSED = "refused"
 """Tag of a version that was not promoted: the reason."""
+GATE = "gate"
+"""Tag, `passed` or `not passed`."""
 UNPROVEN = "unproven"
 """Tag, `true` or `false`: the benchmark found the version ahead of every rival, by too little to be sure."""
 RUN = "run"
@@ -146,12 +148,17 @@ def champion(uri: str, name: str) -> RegisteredDraft | None:
 
 
 def furthest(uri: str, name: str) -> RegisteredDraft | None:
-    """What training goes on from: the challenger while it is ahead of the present champion, though not surely, else the
-    champion, or None."""
+    """What training goes on from: the challenger while it is ahead of the present champion, though not surely or not
+    yet approved, else the champion, or None."""
     serves = champion(uri, name)
     against = str(serves.version) if serves else ""
-    waiting = (one for one in list_drafts(uri, name) if CHALLENGER in one.aliases and one.tags.get(UNPROVEN) == "true")
+    waiting = (one for one in list_drafts(uri, name) if CHALLENGER in one.aliases and _is_ahead(one))
     return next((one for one in waiting if one.tags.get(MEASURED_AGAINST) == against), serves)
+
+
+def _is_ahead(draft: RegisteredDraft) -> bool:
+    awaits_approval = draft.tags.get(GATE) == "passed" and REFUSED not in draft.tags
+    return awaits_approval or draft.tags.get(UNPROVEN) == "true"
 
 
 def find_version(uri: str, name: str, version: int) -> RegisteredDraft:

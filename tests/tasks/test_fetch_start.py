@@ -87,5 +87,9 @@ def test_the_furthest_is_the_newest_while_it_is_ahead_of_the_champion(tmp_path: 
     assert refused("4", "true", "2") == next_start("e") == 4
     assert refused("5", "false", "2") == 5
     assert next_start("f") == 2, "what came of the version that was ahead is not"
-    assert refused("6", "true", "1") == 6
+    tags = {registry.GATE: "passed", registry.MEASURED_AGAINST: "2"}
+    assert register(tmp_path, uri, "waits", **tags) == next_start("h") == 6, "it waits for approval"
+    DraftInService(uri, "draft-tiny").refuse(6, by="ada", reason="not now")
+    assert next_start("i") == 2
+    assert refused("6", "true", "1") == 7
     assert next_start("g") == 2, "it never met the champion"
