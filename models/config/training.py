@@ -18,9 +18,10 @@ class TrainingConfig(StrictConfig):
     start_from: Literal["champion", "furthest"] | Version | Address | None = Field(
         default=None,
         description="Warm start from a registered version (its number, `champion`, or `furthest`: the newest version "
-        "while it waits for approval, or its benchmark finds it ahead of the champion by too little to be sure, else the "
-        "champion; a new draft where there is none), or from a published draft (a folder, or OWNER/NAME[@REVISION] of the Hub, in the layout "
-        "of SGLang or `speculators`), with its vocabulary. Default: a new draft.",
+        "while it waits for approval, or its benchmark finds it ahead of the champion by too little to be sure, else "
+        "the champion; a new draft where there is none), or from a published draft (a folder, or "
+        "OWNER/NAME[@REVISION] of the Hub, in the layout of SGLang or `speculators`), with its vocabulary. Default: a "
+        "new draft.",
     )
     epochs: int = Field(default=1, ge=1, le=10_000, description="Passes over the training samples.")
     samples_per_step: int = Field(default=8, ge=1, le=65_536, description="Samples per optimizer step, over all ranks.")
