@@ -309,7 +309,7 @@ def test_sglang_that_is_not_there(
 
 
 PLACES = [
-    (["transport.kind=mooncake"], "no mooncake", "Mooncake is not installed", "pip install 'draftsmith[mooncake]'"),
+    (["transport.kind=mooncake"], "no mooncake", "Mooncake is not installed", "pip install --editable '.[mooncake]'"),
     (["transport.kind=mooncake"], "no libibverbs", "needs libibverbs.so.1 (libibverbs1)", "install it"),
     (
         ["transport.kind=mooncake", "transport.protocol=rdma"],

@@ -33,7 +33,7 @@ def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:
     if config.kind == "local":
         return LocalPools()
     if config.kind == "ray" and find_spec("ray") is None:
-        raise Refusal("pools.kind=ray: Ray is not installed: pip install 'draftsmith[ray]'")
+        raise Refusal("pools.kind=ray: Ray is not installed: pip install --editable '.[ray]' in the project's folder")
     if config.kind == "slurm" and shutil.which("sbatch") is None:
         raise Refusal(
             "pools.kind=slurm: there is no sbatch on this machine: start the run on a machine from which jobs are "

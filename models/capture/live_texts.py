@@ -93,6 +93,6 @@ def private_data_finder() -> FindPrivate:
     except ModuleNotFoundError as error:
         raise Refusal(
             f"{error.name} is missing: nothing is learned from users without a search for private data; "
-            "pip install 'draftsmith[drift]'"
+            "pip install --editable '.[drift]' in the project's folder"
         ) from error
     return find_private_data

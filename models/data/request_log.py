@@ -287,7 +287,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise Refusal(
             f"{error.name} is missing: request logs are not read without a search for private data; "
-            "pip install 'draftsmith[drift]'"
+            "pip install --editable '.[drift]' in the project's folder"
         ) from error
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)

@@ -10,7 +10,9 @@ from typing import Literal
 from infra.network.rdma import active_devices
 from infra.refusal import Refusal
 
-INSTALL = "pip install 'draftsmith[mooncake]' (for GPUDirect draftsmith[mooncake-gpudirect] in its place: CUDA 13)"
+INSTALL = (
+    "pip install --editable '.[mooncake]' in the project's folder (for GPUDirect: '.[mooncake-gpudirect]', CUDA 13)"
+)
 LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
 """Of the system, with Debian's packages: needed even without RDMA."""
 GPUDIRECT_LIBRARIES = {"libmlx5.so.1": "ibverbs-providers", "libcuda.so.1": "NVIDIA's driver"}

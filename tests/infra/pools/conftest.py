@@ -91,7 +91,7 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def ray_cluster(folder: Path, machines: int) -> Iterator[str]:
     """A Ray cluster on loopback: a head without devices, and machines with GPUs that are only counted."""
     if find_spec("ray") is None:
-        pytest.skip("needs pip install draftsmith[ray]")
+        pytest.skip("Ray is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray looks for 127.0.0.1 on the network

@@ -11,7 +11,7 @@ from infra.pools.base import PoolSpec
 from infra.pools.queued import QueuedPools
 from infra.processes.process import Owner
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs pip install draftsmith[ray]")
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
 def config(port: int) -> PoolsConfig:

