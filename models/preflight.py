@@ -21,7 +21,7 @@ from infra.pools.gpus import read_gpus
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
-from infra.sglang.command import sglang_version
+from infra.sglang.command import draft_arguments, sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
 from models.capture.live_texts import private_data_finder
@@ -81,6 +81,7 @@ def check_settings(run: RunWithTarget) -> None:
     speculates = bool((why or served) and draft.engine_config() is not None)
     if speculates:
         config.draft.engine_arguments(config.benchmark.lookahead)
+        draft_arguments(run.folder.export)
     elif served and (obstacles := draft.engine_obstacles()):
         # Said before anything is trained: no figure of SGLang's will come.
         exported = "for vLLM, " if draft.speculators_config() is not None else ""

@@ -12,6 +12,7 @@ from infra.records.acceptance import RequestCounts
 from infra.records.drafts import WEIGHTS
 from infra.refusal import Refusal
 from infra.serving.rollout import NO_DRAFT
+from infra.sglang.command import draft_arguments
 from infra.tracking import registry
 
 SETTINGS = Path("serving", "sglang.json")
@@ -79,7 +80,7 @@ def open_version(place: Path, given: Collection[str] | None, adaptive: bool) -> 
     """
     arguments = tuple(given) if given is not None else _own_arguments(place, adaptive)
     if arguments:
-        arguments = ("--speculative-draft-model-path", str(place), *arguments)
+        arguments = (*draft_arguments(place), *arguments)
     return VersionFolder(int(place.name), place, arguments, _counts(place.parent / f"{place.name}-{COUNTS}"))
 
 

@@ -12,6 +12,7 @@ from infra.refusal import Refusal
 from infra.settings import leased_gpus, server_machines, sglang_environment
 from infra.sglang.config import SGLangConfig
 
+MISTRALS_OWN = ("mistral-large-3", "mistral-small-4", "leanstral")
 CPU_MEMORY_FRACTION = 0.5
 CPU_KV_TOKENS = 4096
 CPU_KV_REQUESTS = 8
@@ -83,6 +84,22 @@ def capture_command(
 def serving_command(spec: ServerSpec, config: SGLangConfig, speculation: Sequence[str], port: int) -> list[str]:
     """Command line of a server that generates; `speculation` holds the draft's arguments, if there is one."""
     return [*_server(spec, config, port), *speculation, *config.arguments]
+
+
+def draft_arguments(place: Path) -> tuple[str, ...]:
+    """SGLang's arguments for the place of an export.
+
+    Raises Refusal for a path by whose words SGLang (0.5.23, utils/hf_transformers/mistral_utils.py) takes any draft for
+    one in Mistral's own format, which has no config.json; it then does not start.
+    """
+    path = str(place).lower()
+    if ("eagle" in path and "mistral" in path) or any(name in path for name in MISTRALS_OWN):
+        raise Refusal(
+            f"SGLang does not start with a draft in {place}: it takes paths with `eagle` and `mistral`, or with "
+            f"{', '.join(MISTRALS_OWN)}, for drafts in Mistral's own format; choose another name (`name`, "
+            "`tracking.registered_model`) or folder"
+        )
+    return ("--speculative-draft-model-path", str(place))
 
 
 def _server(spec: ServerSpec, config: SGLangConfig, port: int) -> list[str]:

@@ -22,7 +22,7 @@ from infra.records.acceptance import Acceptance, ServedResult, ServedSpeed
 from infra.refusal import Refusal
 from infra.settings import leased_gpus, sglang_platform
 from infra.sglang.client import Answer, SGLangClient
-from infra.sglang.command import ServerSpec, server_environment, serving_command
+from infra.sglang.command import ServerSpec, draft_arguments, server_environment, serving_command
 from infra.sglang.server import SGLangServer
 from models.benchmark.counter import why_engine_counts
 from models.config.generator import GeneratorConfig
@@ -117,9 +117,8 @@ class Setup:
 
 def speculative_arguments(draft: Path, lookahead: int, quantization: str | None) -> list[str]:
     """SGLang's arguments for an exported draft; `quantization`: the target's."""
-    path = ["--speculative-draft-model-path", str(draft)]
     quantized = [] if quantization is None else UNQUANTIZED_DRAFT
-    return [*path, *read_description(draft).config.engine_arguments(lookahead), *quantized]
+    return [*draft_arguments(draft), *read_description(draft).config.engine_arguments(lookahead), *quantized]
 
 
 def ask_all(

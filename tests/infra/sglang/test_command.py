@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from infra.records.servers import ServerMachines, ServerOrder
-from infra.sglang.command import ServerSpec, serving_command, sglang_python
+from infra.refusal import Refusal
+from infra.sglang.command import ServerSpec, draft_arguments, serving_command, sglang_python
 from infra.sglang.config import SGLangConfig
 from infra.sglang.machines import newest_order, part_of
 
@@ -57,6 +58,24 @@ def test_the_newest_order_holds_until_it_is_revoked(tmp_path: Path) -> None:
     (tmp_path / "order-10.json").unlink()
     assert newest_order(tmp_path) == orders[0]
     assert part_of(orders[0], 1, 2) == ["--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:21000"]
+
+
+@pytest.mark.parametrize(
+    ("place", "taken"),
+    [
+        ("/runs/mistral-7b-eagle3-20261129-1200/export", True),
+        ("/served/draft-Mistral-EAGLE/3", True),
+        ("/runs/mistral-small-4-20261129-1200/export", True),
+        ("/runs/mistral-7b-20261129-1200/export", False),
+        ("/eagle/runs/qwen3-8b/export", False),
+    ],
+)
+def test_no_draft_is_taken_for_one_in_mistrals_own_format(place: str, taken: bool) -> None:
+    if taken:
+        with pytest.raises(Refusal, match=f"does not start with a draft in {place}: .*choose another name"):
+            draft_arguments(Path(place))
+    else:
+        assert draft_arguments(Path(place)) == ("--speculative-draft-model-path", place)
 
 
 START_METHOD = "import multiprocessing as mp; mp.set_start_method('spawn', force=True); print(mp.get_start_method())"
