@@ -235,7 +235,7 @@ def _schedule(slug: str, cron: str, options: DeployOptions) -> dict[str, Any]:
 
 
 def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Retrain on fresh prompts, starting from the champion or what is further, when traffic has drifted."""
+    """Retrain on fresh prompts, from the champion or the furthest draft, when traffic has drifted."""
     data, training = tree.get("data", {}), tree.get("training", {})
     source: Any = {"__prefect_kind": "jinja", "template": _fresh_or(data.get("source", "python-docs"))}
     if data.get("source") == LIVE:
@@ -252,8 +252,8 @@ def _on_drift(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _when_promoted(draft: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """Learn from users again once a draft that learned from them is in service, or is ahead and learned from next: the
-    loop ends with the first that is not."""
+    """Learn from users again once a draft that learned from them is in service, or is ahead by too little to be sure:
+    the loop ends with the first that is neither."""
     return {
         "type": "event",
         "name": f"retrain/{tree['name']} again when {draft} is promoted",

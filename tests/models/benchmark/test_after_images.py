@@ -29,7 +29,7 @@ WORDS, DRAWS = 24, 600
 
 @pytest.fixture
 def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]:
-    """A run whose draft knows the target's answers to some prompts with images by heart, after so many steps."""
+    """A run whose draft took so many steps on the target's answers to some prompts with images: 150 to know them."""
 
     def make(family: str, sampling: str, conversations: int = 96, steps: int = 1) -> PreparedRun:
         settings = [f"benchmark.max_new_tokens={WORDS}", f"benchmark.lookahead={LOOKAHEAD}", "benchmark.loads=[]"]
