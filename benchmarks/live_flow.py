@@ -185,7 +185,7 @@ def recipes(folder: Path, options: argparse.Namespace, fleet: Fleet, texts: Sequ
     source = folder / "docstrings.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tiny = yaml.safe_load((ROOT / "recipes/tiny.yaml").read_text())
-    tiny["tracking"] = {"registered_model": DRAFT}
+    tiny |= {"seed": options.seed, "tracking": {"registered_model": DRAFT}}
     tiny["promotion"]["traffic"]["sampling"] = "greedy"  # as these users ask
     tiny["benchmark"] |= {"prompt_tokens": LONGEST - ANSWER, "max_new_tokens": ANSWER, "prompts": 64}
     answered = {"temperature": 0.0, "max_new_tokens": ANSWER, "prompt_tokens": LONGEST - ANSWER}
