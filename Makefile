@@ -120,6 +120,7 @@ else
 	$(call install,$(SGLANG),--no-deps --requirement requirements/sglang-cpu-no-deps.txt)
 endif
 	$(SGLANG)/bin/pip install --quiet --no-deps --editable .
+	@[ $(WHEELS) = cpu ] || $(SGLANG)/bin/python -m infra.sglang.toolkit
 	@touch $@
 
 # For benchmarks/vllm_served.py alone: the vLLM project publishes no CPU build in the registry, this one is a third party's.

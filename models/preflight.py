@@ -13,6 +13,7 @@ from threading import Event
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from infra.doctor.cuda import sglang_environment as sglang_on_gpus
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
 from infra.network.ports import listening_address
@@ -21,6 +22,7 @@ from infra.pools.gpus import read_gpus
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
+from infra.settings import sglang_environment
 from infra.sglang.command import draft_arguments, sglang_version
 from infra.transport.mooncake.environment import check_mooncake, choose_protocol
 from models.benchmark.counter import why_engine_counts
@@ -92,6 +94,7 @@ def check_settings(run: RunWithTarget) -> None:
         )
     check_division(config, json.loads((place / "config.json").read_text()))
     if config.own_engine == "sglang":
+        _check_kernels(config)
         check_engine(run, speculates)
     if run.folder.start.is_dir():
         load_start(run)
@@ -144,6 +147,24 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
             f"{release}'s {kind.name} ignores the target's sliding window of {window} tokens, and would compute other "
             f"hidden states of longer samples: set data.max_tokens to at most {window}, or "
             "generator.engine=transformers"
+        )
+
+
+def _check_kernels(config: RunConfig) -> None:
+    """Raise Refusal where SGLang would find on this machine's GPUs that it cannot compile its kernels.
+
+    Machines of clusters are not this one.
+    """
+    leases = config.pools.kind == "local" and config.pools.inference_gpus > 0
+    faults = [
+        f"{one.name}: {one.found}"
+        for one in (sglang_on_gpus(sglang_environment(), read_gpus()) if leases else [])
+        if one.verdict == "problem"
+    ]
+    if faults:
+        raise Refusal(
+            f"SGLang compiles kernels as it runs, and could not on these GPUs ({'; '.join(faults)}): see `draftsmith "
+            "doctor`, or set generator.engine=transformers"
         )
 
 

@@ -69,8 +69,8 @@ def checks() -> tuple[Check, ...]:
         ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
          "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
         ("SGLang on GPUs", lambda: cuda.sglang_environment(settings.sglang_environment(), gpus()),
-         "driver 580 or newer, and CUDA's toolkit 13 with CUDA_HOME set to its folder: SGLang compiles kernels at run "
-         "time. None needed with generator.engine=transformers"),
+         "SGLang compiles kernels as it runs: driver 580 or newer, g++, and CUDA's compiler 13, which `make sglang` "
+         "sets up (or CUDA_HOME names). None needed with generator.engine=transformers"),
         ("Mooncake", software.mooncake,
          f"none needed on one machine; between several: {INSTALL}, and the system's libraries"),
         ("Prefect server", lambda: network.prefect(settings.prefect_api_url()),

@@ -17,6 +17,7 @@ from infra.doctor.software import installed
 from infra.pools.gpus import Gpus
 from infra.quantities import plural
 from infra.settings import c_compiler, cuda_home
+from infra.sglang.toolkit import own_toolkit
 
 CAPABILITIES = {12: ((5, 0), (9, 0)), 13: ((7, 5), (12, 1))}
 """By CUDA major version: compute capabilities that torch's wheels hold code for (github.com/pytorch/pytorch/pull/175253
@@ -130,14 +131,17 @@ def sglang_environment(environment: Path, inventory: Gpus | None, root: Path = P
     ]
     if missing:
         findings.append(judge(f"missing: {'; '.join(missing)}", problem=True, name="SGLang's build tools"))
-    return [*findings, _nvcc(inventory, root)]
+    return [*findings, _nvcc(environment, _cuda(packages / "torch" / "version.py"), inventory, root)]
 
 
-def _nvcc(inventory: Gpus, root: Path) -> Finding:
-    """CUDA's compiler, looked for as SGLang does: $CUDA_HOME or $CUDA_PATH, $PATH, /usr/local/cuda."""
+def _nvcc(environment: Path, built: int | None, inventory: Gpus, root: Path) -> Finding:
+    """CUDA's compiler, looked for as a server does: $CUDA_HOME or $CUDA_PATH, its environment, $PATH, /usr/local/cuda.
+
+    `built`: CUDA's major version that the environment's torch is for.
+    """
     on_path = shutil.which("nvcc")
-    home = cuda_home() or (Path(on_path).parents[1] if on_path else root / "usr/local/cuda")
-    nvcc = home / "bin" / "nvcc"
+    other = Path(on_path).parents[1] if on_path else root / "usr/local/cuda"
+    nvcc = (cuda_home() or own_toolkit(environment) or other) / "bin" / "nvcc"
     if not os.access(nvcc, os.X_OK):
         return judge(f"no nvcc in {nvcc.parent}", problem=True, name="CUDA compiler")
     told = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, timeout=USE_S, check=False).stdout
@@ -147,4 +151,6 @@ def _nvcc(inventory: Gpus, root: Path) -> Finding:
     found = f"{nvcc}, CUDA {release[1]}.{release[2]}"
     if int(release[1]) > inventory.cuda:
         return judge(f"{found}; the driver runs CUDA up to {inventory.cuda}", problem=True, name="CUDA compiler")
+    if built is not None and int(release[1]) != built:
+        return judge(f"{found}; SGLang's torch is built for CUDA {built}", problem=True, name="CUDA compiler")
     return judge(found, name="CUDA compiler")

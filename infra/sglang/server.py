@@ -21,6 +21,7 @@ from infra.settings import leased_gpus
 from infra.sglang.compiled import remove_broken
 from infra.sglang.leftovers import Leftovers
 from infra.sglang.machines import LedMachines
+from infra.sglang.toolkit import toolkit_variables
 from infra.user import user_name
 
 ANSWER_S = 5.0
@@ -70,6 +71,7 @@ class SGLangServer:
             stack.callback(self._leftovers.remove)
             # SGLang 0.5.23 turns its own all-reduce off for GPUs that are named by UUID.
             arguments, own = command(port), self._own_folder() | named_by_position(leased_gpus())
+            own |= toolkit_variables(Path(arguments[0]))
             if machines is not None:
                 others = stack.enter_context(closing(LedMachines(machines, role, start_timeout_s)))
                 owner = replace(owner, locks=(*owner.locks, others.descriptor))

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from infra.files.run_folder import RunFolder
+from infra.pools.gpus import Gpu, Gpus
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models import preflight
@@ -96,6 +97,18 @@ def test_a_target_that_sglang_would_fail_on_is_refused_for_sglang_alone(
         update={"generator": run.config.generator.model_copy(update={"engine": "transformers"})}
     )
     check_settings(RunWithTarget(run.folder, plain, run.target))
+
+
+def test_an_environment_of_sglang_that_cannot_use_the_gpus_is_refused(tmp_path, monkeypatch):
+    """The environment is the one for the CPU, where nothing is refused."""
+    inventory = Gpus((Gpu("H100", 80 * 2**30, 79 * 2**30, capability=(9, 0)),), "580.1", 13)
+    monkeypatch.setattr(preflight, "read_gpus", lambda: inventory)
+    half = [f"{part}.compute_dtype=bfloat16" for part in ("generator", "benchmark")]
+    run = run_of("LlamaForCausalLM", {}, ["pools.inference_gpus=1", *half], tmp_path)
+    found = r"could not on these GPUs \(SGLang's torch: .*, CPU only, and this machine has 1 GPU.*`draftsmith doctor`"
+    with pytest.raises(Refusal, match=found):
+        check_settings(run)
+    check_settings(run_of("LlamaForCausalLM", {}, [], tmp_path / "cpu"))
 
 
 def test_a_copy_on_gpus_that_do_not_divide_its_heads_is_refused(tmp_path):

@@ -1,0 +1,69 @@
+"""`python -m infra.sglang.toolkit`, in SGLang's environment for GPUs: lays out CUDA's toolkit from its packages.
+
+SGLang (0.5.23) compiles kernels with nvcc as it runs. NVIDIA's packages bring nvcc, headers and libraries, but these
+neither in `lib64` nor under the names that a linker looks for, and the driver's library is in none of them.
+"""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from infra.processes.exit import run_main
+from infra.settings import cuda_home
+
+FOLDER = "cuda"
+"""Of SGLang's environment."""
+LDCONFIG = Path("/sbin/ldconfig")
+ANSWER_S = 60.0
+
+
+def own_toolkit(environment: Path) -> Path | None:
+    """The toolkit that `make sglang` laid out in SGLang's environment, if there is one."""
+    folder = environment / FOLDER
+    return folder if (folder / "bin" / "nvcc").is_file() else None
+
+
+def toolkit_variables(python: Path) -> dict[str, str]:
+    """Variables by which a server of this interpreter finds a toolkit that fits its torch, unless one was chosen.
+
+    It goes before a toolkit of the machine, which may be one for CUDA 12.
+    """
+    own = own_toolkit(python.parent.parent)
+    return {} if own is None or cuda_home() else {"CUDA_HOME": str(own)}
+
+
+def lay_out(packages: Path, folder: Path, driver: Path) -> None:
+    """Make `folder` a toolkit of links into `packages`; `driver`: its library, which some kernels link to."""
+    shutil.rmtree(folder, ignore_errors=True)
+    libraries = folder / "lib64"
+    (libraries / "stubs").mkdir(parents=True)
+    for part in ("bin", "include", "nvvm"):
+        (folder / part).symlink_to(packages / part)
+    for file in sorted((packages / "lib").iterdir()):
+        (libraries / file.name).symlink_to(file)
+        plain = libraries / re.sub(r"\.so\..*", ".so", file.name)
+        if not plain.is_symlink():
+            plain.symlink_to(file)
+    (libraries / "stubs" / "libcuda.so").symlink_to(driver)
+
+
+def driver_library() -> Path:
+    """NVIDIA's libcuda; where this machine has none, the place at which containers get it when they start."""
+    if LDCONFIG.is_file():
+        told = subprocess.run([LDCONFIG, "-p"], capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
+        if found := re.search(r"libcuda\.so\.1 \(libc6,.* => (\S+)", told):  # without the comma: for 32 bits
+            return Path(found[1])
+    return Path("/usr/lib", f"{platform.machine()}-linux-gnu", "libcuda.so.1")
+
+
+def main() -> None:
+    packages = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
+    lay_out(packages, Path(sys.prefix, FOLDER), driver_library())
+
+
+if __name__ == "__main__":
+    run_main(main)
