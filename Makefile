@@ -1,4 +1,8 @@
 # `make quickstart` and `make test` set up everything on a machine that has Python and nothing else.
+# Supervised processes, their locks and the shared memory between them rest on Linux.
+ifneq ($(shell uname -s),Linux)
+$(error Draftsmith runs on Linux: on Windows use WSL 2, on a Mac a container or a virtual machine)
+endif
 # Tried by running them: pyenv puts programs on the path that only say that their version is not chosen.
 PYTHON ?= $(or $(shell for name in python3.11 python3.12 python3.13 python3; do \
     $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$name && break; done),\

@@ -80,7 +80,7 @@ def wanted(tmp_path: Path, there: dict[str, int]) -> "subprocess.CompletedProces
     path.mkdir()
     for name, status in there.items():
         program(path / name, f"exit {status}")
-    for tool in ("sh", "bash", "sed", "make"):
+    for tool in ("sh", "bash", "sed", "make", "uname"):
         (path / tool).symlink_to(shutil.which(tool) or "")
     command = ["make", "--dry-run", f"VENV={tmp_path}/main", f"{tmp_path}/main/.ready"]
     environment = {"PATH": str(path), "HOME": str(tmp_path)}
@@ -108,6 +108,15 @@ def test_a_machine_without_a_fitting_python_says_so(tmp_path: Path, there: dict[
     done = wanted(tmp_path, there)
     assert done.returncode != 0
     assert "Draftsmith needs Python 3.11, 3.12 or 3.13: install one" in done.stderr
+
+
+def test_another_system_than_linux_is_refused_at_once(tmp_path: Path) -> None:
+    program(tmp_path / "uname", "echo Darwin")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["make", "--dry-run", "quickstart"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert "Draftsmith runs on Linux: on Windows use WSL 2, on a Mac a container" in done.stderr
 
 
 def test_sglang_for_gpus_is_refused_to_a_python_for_which_its_pins_have_no_wheels(tmp_path: Path) -> None:
