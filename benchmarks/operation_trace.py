@@ -2,8 +2,7 @@
 
 Bytes are those of inputs and outputs, each once. Kernels are operations that are no view; `logsumexp` counts for the
 five that torch makes of it. A fused function (models/fused.py) is compiled on a GPU: it counts as if it read its inputs
-and wrote its outputs once and kept nothing else, in as many kernels as `FUSED` assumes; rows that are too long for
-registers are read twice.
+and wrote its outputs once and kept nothing else, unless `FUSED` says otherwise.
 """
 
 import sys
@@ -98,9 +97,12 @@ READS_ROWS = frozenset({"embedding", "index", "index_select", "gather"})
 WRITES_ROWS = frozenset({"index_put", "index_put_", "index_copy_"})
 WAITS = frozenset({"nonzero", "_local_scalar_dense", "is_nonzero", "equal", "repeat_interleave"})
 """Operations for which the host waits."""
-FUSED = {"_norm_backward": (2, 1), "_paired_norm": (2, 1), "_diverge_rows": (3, 2)}
-"""Kernels of a fused function, and how often it reads its inputs, where that is not once and one: a sum over rows, two
-norms, and the statistics of target and draft before their difference."""
+FUSED = {
+    "_norm_backward": (3, 2), "_paired_norm": (3, 2), "_diverge_rows": (4, 2), "_merge_rows": (4, 1),
+    "_add_own_gradients_of_rows": (2, 2),
+}  # fmt: skip
+"""Kernels that Inductor makes of a fused function (gpu_kernels.py), and how often they read its inputs, where that is
+not one and once."""
 LOGSUMEXP_KERNELS = 5
 """Maximum, difference, exponential, sum and logarithm: the scores are read three times more, and written twice."""
 

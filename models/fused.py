@@ -10,6 +10,12 @@ from torch.utils._triton import has_triton
 
 RECOMPILE_LIMIT = 64
 """Variants of a function that are compiled before it runs uncompiled: by dtypes, and by the number of tensors."""
+NOTHING_KEPT = dict.fromkeys(
+    ("realize_reads_threshold", "realize_opcount_threshold", "realize_acc_reads_threshold"), 10_000
+)
+"""Inductor (torch 2.13) writes what takes many reads or operations to memory, in float32, before several use it. The LK
+losses and those of block drafts took once or twice their logits in float32 in this way. Without its limits nothing of
+the size of an input is kept (benchmarks/gpu_kernels.py)."""
 
 
 def compiles(device: torch.device) -> bool:
@@ -38,7 +44,8 @@ class FusedFunction:
     @cached_property
     def compiled(self) -> Callable[..., Any]:
         compile_it: Any = torch.compile
-        return compile_it(self.function, fullgraph=True, recompile_limit=RECOMPILE_LIMIT, isolate_recompiles=True)
+        limits = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+        return compile_it(self.function, fullgraph=True, options=NOTHING_KEPT, **limits)
 
 
 fused = FusedFunction

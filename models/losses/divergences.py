@@ -131,7 +131,11 @@ class MixedLoss(LossDivergence):
         if self.kl:
             slope.sub_(self.kl * log_p.exp().unsqueeze(1))
         if known is not None and own is not None:
-            slope.scatter_add_(-1, own, -self.cross_entropy * known.unsqueeze(-1))
+            share = self.cross_entropy * known.unsqueeze(-1)
+            if torch.compiler.is_compiling():  # one kernel with the rest, for which the slope need not be written
+                slope = slope - share * (torch.arange(slope.shape[-1], device=own.device) == own)
+            else:
+                slope.scatter_add_(-1, own, -share)
         return Diverged(values, slope.mul_(weights.unsqueeze(-1)), acceptance)
 
 

@@ -16,6 +16,7 @@ from models.drafts.eagle3.module import Eagle3Draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.fused import FusedFunction
 from models.losses import chunked
+from models.losses.divergences import MixedLoss
 
 VOCABULARY, HIDDEN = 64, 16
 
@@ -57,6 +58,32 @@ def test_compiled_functions_give_the_same_gradients(loss) -> None:
         found = gradients((9, 6), loss)
     for ours, expected in zip(found, plain, strict=True):
         torch.testing.assert_close(ours, expected)
+
+
+def test_the_compiled_loss_of_block_drafts_is_the_plain_one() -> None:
+    """It is compiled without the scattered sum of the plain one."""
+    torch.manual_seed(0)
+    rows, steps, divergence = 9, 5, MixedLoss(0.3, 0.5, 0.9)
+    logits, labels = torch.randn(rows, steps, VOCABULARY), torch.randint(-1, VOCABULARY, (rows,))
+    given = (torch.rand(rows, steps), torch.randn(rows, VOCABULARY), -torch.rand(rows, 1), labels, (divergence, True))
+
+    def found() -> list[torch.Tensor]:
+        slope = logits.clone()
+        return [*chunked._diverge_rows(slope, *given), slope]
+
+    plain = found()
+    with compiled() as counter:
+        ours = found()
+    assert counter.frame_count == 1
+    for one, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, expected)
+
+
+def test_torch_knows_the_limits_without_which_functions_are_compiled() -> None:
+    """torch.compile refuses unknown options, before it compiles anything."""
+    assert callable(FusedFunction(torch.sin).compiled)
+    with pytest.raises(RuntimeError, match="realize_nothing"):
+        torch.compile(torch.sin, options={"realize_nothing": 1})
 
 
 def test_other_lengths_compile_nothing_anew() -> None:
