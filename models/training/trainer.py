@@ -33,6 +33,7 @@ from models import checkpoint as checkpoints
 from models.checkpoint import SAVE_S
 from models.devices import compute_device, limit_memory
 from models.dtypes import DTYPES
+from models.fused import compiles
 from models.run import PreparedRun
 from models.targets.weights import read_target_head
 from models.training.control import Control
@@ -234,6 +235,8 @@ def train(run: PreparedRun, control: Control) -> None:
     if control.rank == 0:
         print(f"trainer ready after {time.monotonic() - started:.1f} s: {trainer.module.total_steps} steps", flush=True)
         print(f"samples arrive {trainer.stream.fetcher.words}", flush=True)
+        if compiles(compute_device()):
+            print("the first steps compile kernels for this GPU, which takes them longer", flush=True)
     try:
         result = trainer.fit()
     except MACHINE_FAULTS:
