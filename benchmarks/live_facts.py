@@ -85,7 +85,7 @@ def live_flow(result: Json) -> Iterable[tuple[str, str]]:
         rounds = f"{len(found['runs'])} runs of {found['samples']} samples, {promoted} of them promoted"
         yield (
             f"tokens per step on {found['servers']} servers that nobody watches: before users change the subject / "
-            f"after it / after {rounds} ({seed})",
+            f"after it / after {rounds} ({seed}; training.start_from: {found['start_from']})",
             f"{found['before']:.2f} / {found['after_change']:.2f} / {found['acceptance']:.2f}",
         )
         offline = found["offline"]

@@ -55,6 +55,7 @@ from models.targets.prepare import prepare_target
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "live_flow.json"
+START = "furthest"
 DRAFT, WINDOW, ASKED, USERS, PAUSE_S = "draft-live", 50, 150, 2, 0.4
 SETTLED_S, LOOP_S, QUIET_S = 600.0, 7200.0, 60.0
 OVER = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -207,7 +208,7 @@ def recipes(folder: Path, options: argparse.Namespace, fleet: Fleet, texts: Sequ
         "data": limits | {"source": "live", "max_samples": options.samples, "heldout_share": 0.3},
         "benchmark": tiny["benchmark"] | {"prompts": 512},
         "generator": tiny["generator"] | {"engine": "serving", "live": live, "count": len(servers)},
-        "training": tiny["training"] | {"start_from": "furthest", "learning_rate": options.learning_rate},
+        "training": tiny["training"] | {"start_from": START, "learning_rate": options.learning_rate},
     }
     paths = folder / "first.yaml", folder / "live.yaml"
     for path, tree in zip(paths, (first, loop), strict=True):
@@ -314,7 +315,7 @@ def main() -> None:
     result = {
         "commit": git_sha(), "date": time.strftime("%Y-%m-%d"), "hardware": hardware(), "cpu": cpu_model(),
         "versions": versions(), "samples": options.samples, "servers": options.servers, "share": options.share,
-        "lookahead": LOOKAHEAD, "learning_rate": options.learning_rate,
+        "lookahead": LOOKAHEAD, "learning_rate": options.learning_rate, "start_from": START,
     }  # fmt: skip
     result |= loop(folder, options)
     seeds = json.loads(options.json.read_text()) if options.json.is_file() else {}

@@ -337,9 +337,9 @@ SECTIONS = (
 
 
 def conditions(result: Json) -> str:
-    """Hardware, day and commit; of a file with several runs those of its first."""
+    """Hardware, day and commit; of a file with several runs those of each that differ."""
     if not {"hardware", "conditions", "commit"} & set(result):
-        result = next(iter(result.values()))
+        return "; ".join(dict.fromkeys(conditions(run) for run in result.values()))
     hardware = str(result.get("hardware") or result.get("conditions", {}).get("hardware") or "").partition(" (")[0]
     day = str(result.get("date") or result.get("at") or "")[:10]
     commits = result.get("runs_by_commit")
