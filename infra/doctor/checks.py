@@ -78,6 +78,8 @@ def checks() -> tuple[Check, ...]:
         ("MLflow", lambda: network.mlflow(settings.tracking_uri()),
          "unset MLFLOW_TRACKING_URI (runs are then kept in a SQLite file), or set it to sqlite:////absolute/path.db or "
          "to the address of a server that runs"),
+        ("MLflow registry", lambda: network.mlflow_registry(settings.registry_uri(), settings.tracking_uri()),
+         "one server keeps runs and versions: look for drafts there, and unset the variable"),
         ("Hugging Face Hub", network.hub, "unset HF_HUB_OFFLINE to download a target; the quickstart needs none"),
     ))  # fmt: skip
 

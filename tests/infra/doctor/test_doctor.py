@@ -386,6 +386,20 @@ def test_tracking_without_a_server(uri: str, verdict: str) -> None:
     assert "secret" not in finding.found
 
 
+def test_a_registry_of_its_own_is_said_to_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = "http://mlflow:5000"
+    for uri, silent in (("", True), (tracking, True), ("http://me:secret@registry:5000", False)):
+        monkeypatch.setenv("MLFLOW_REGISTRY_URI", uri)
+        found = network.mlflow_registry(settings.registry_uri(), tracking)
+        assert (found == []) == silent
+    finding = only(found)
+    assert (finding.verdict, "registry:5000, drafts are registered in http://mlflow:5000" in finding.found) == (
+        "note",
+        True,
+    )
+    assert "secret" not in finding.found
+
+
 def test_the_server_of_a_prefect_profile_counts(bare_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.prefect_api_url() is None
     assert network.prefect(None).verdict == "ok"
