@@ -270,7 +270,7 @@ def test_rdma(tmp_path: Path) -> None:
         ({"prefect": "3.8.8", "fastapi": "0.165.0"}, "min_items"),
         ({"lightning": "2.6.2"}, "GHSA-w37p-236h-pfx3"),
         ({"lightning": "2.6.3"}, "GHSA-w37p-236h-pfx3"),
-        ({"torch": "2.10.1+cu128"}, "too old"),
+        ({"torch": "2.12.1+cu130"}, "training on GPUs"),
         ({"sglang": "0.5.22"}, "0.5.23"),
         ({"sglang": "0.5.23", "prefect": "3.8.8"}, "torch of its own"),
     ],
@@ -289,7 +289,7 @@ def test_each_known_clash_is_recognised(versions: dict[str, str], said: str) -> 
         {"prefect": "3.8.8", "fastapi": "0.150.0", "lightning": "2.6.6", "torch": "2.13.0+cpu"},
         {"prefect": "3.9.1", "fastapi": "0.165.0"},
         {"fastapi": "0.165.0", "lightning": "2.6.4"},
-        {"torch": "2.11.0"},
+        {"torch": "2.13.0"},
         {"sglang": "0.5.23", "torch": "2.13.0"},
     ],
 )
