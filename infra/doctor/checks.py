@@ -65,7 +65,7 @@ def checks() -> tuple[Check, ...]:
          "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"),
         ("GPUDirect", devices.gpudirect, "`modprobe nvidia-peermem` lets samples arrive in the GPU's own memory"),
         ("engine transformers", lambda: software.version_of("transformers", versions()),
-         "pip install 'transformers>=5.17,<6'"),
+         "pip install 'transformers>=5.23,<6'"),
         ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
          "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
         ("SGLang on GPUs", lambda: cuda.sglang_environment(settings.sglang_environment(), gpus()),

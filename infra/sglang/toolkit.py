@@ -1,7 +1,8 @@
 """`python -m infra.sglang.toolkit`, in SGLang's environment for GPUs: lays out CUDA's toolkit from its packages.
 
 SGLang (0.5.23) compiles kernels with nvcc as it runs. NVIDIA's packages bring nvcc, headers and libraries, but these
-neither in `lib64` nor under the names that a linker looks for, and the driver's library is in none of them.
+neither in `lib64` nor under the names that a linker looks for. The driver's library is in none of them, and cuobjdump
+in Triton's.
 """
 
 import platform
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from infra.processes.exit import run_main
@@ -36,12 +38,18 @@ def toolkit_variables(python: Path) -> dict[str, str]:
     return {} if own is None or cuda_home() else {"CUDA_HOME": str(own)}
 
 
-def lay_out(packages: Path, folder: Path, driver: Path) -> None:
-    """Make `folder` a toolkit of links into `packages`; `driver`: its library, which some kernels link to."""
+def lay_out(packages: Path, folder: Path, driver: Path, tools: Sequence[Path] = ()) -> None:
+    """Make `folder` a toolkit of links into `packages`.
+
+    `driver`: its library, which some kernels link to; `tools`: programs that are in other packages.
+    """
     shutil.rmtree(folder, ignore_errors=True)
-    libraries = folder / "lib64"
-    (libraries / "stubs").mkdir(parents=True)
-    for part in ("bin", "include", "nvvm"):
+    programs, libraries = folder / "bin", folder / "lib64"
+    for made in (programs, libraries / "stubs"):
+        made.mkdir(parents=True)
+    for file in (*sorted((packages / "bin").iterdir()), *tools):
+        (programs / file.name).symlink_to(file)
+    for part in ("include", "nvvm"):
         (folder / part).symlink_to(packages / part)
     for file in sorted((packages / "lib").iterdir()):
         (libraries / file.name).symlink_to(file)
@@ -49,6 +57,7 @@ def lay_out(packages: Path, folder: Path, driver: Path) -> None:
         if not plain.is_symlink():
             plain.symlink_to(file)
     (libraries / "stubs" / "libcuda.so").symlink_to(driver)
+    (folder / "lib").symlink_to(libraries)
 
 
 def driver_library() -> Path:
@@ -61,8 +70,10 @@ def driver_library() -> Path:
 
 
 def main() -> None:
-    packages = Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
-    lay_out(packages, Path(sys.prefix, FOLDER), driver_library())
+    packages = Path(sysconfig.get_path("purelib"))
+    # DeepGEMM looks for it beside nvcc.
+    disassembler = packages / "triton/backends/nvidia/bin/cuobjdump"
+    lay_out(packages / "nvidia/cu13", Path(sys.prefix, FOLDER), driver_library(), [disassembler])
 
 
 if __name__ == "__main__":

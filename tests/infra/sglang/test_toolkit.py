@@ -21,15 +21,17 @@ def packages(tmp_path: Path) -> Path:
 
 
 def test_everything_is_where_compilers_look_for_it(packages: Path, tmp_path: Path) -> None:
-    toolkit, driver = tmp_path / "cuda", tmp_path / "libcuda.so.1"
-    driver.write_text("driver")
+    toolkit, driver, tool = tmp_path / "cuda", tmp_path / "libcuda.so.1", tmp_path / "cuobjdump"
+    for file in (driver, tool):
+        file.write_text(file.name)
     lay_out(packages, toolkit, tmp_path / "none")
-    lay_out(packages, toolkit, driver)  # again, as after an update
+    lay_out(packages, toolkit, driver, [tool])  # again, as after an update
     wanted = {
         "bin/nvcc": "bin/nvcc", "include/cuda_runtime.h": "include/cuda_runtime.h", "nvvm/bin/cicc": "nvvm/bin/cicc",
         "lib64/libcudart.so": "lib/libcudart.so.13", "lib64/libcudart.so.13": "lib/libcudart.so.13",
         "lib64/libcudart_static.a": "lib/libcudart_static.a", "lib64/libcheckpoint.so": "lib/libcheckpoint.so",
-        "lib64/libnvrtc-builtins.so": "lib/libnvrtc-builtins.so.13.0", "lib64/stubs/libcuda.so": "driver",
+        "lib64/libnvrtc-builtins.so": "lib/libnvrtc-builtins.so.13.0", "lib64/stubs/libcuda.so": "libcuda.so.1",
+        "lib/libcudart.so": "lib/libcudart.so.13", "bin/cuobjdump": "cuobjdump",
     }  # fmt: skip
     assert {name: (toolkit / name).read_text() for name in wanted} == wanted
 
