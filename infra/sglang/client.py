@@ -61,10 +61,11 @@ class Answer:
 class SGLangClient:
     """Token ids in, token ids out."""
 
-    def __init__(self, server: AskedServer, request_timeout_s: float):
+    def __init__(self, server: AskedServer, request_timeout_s: float, first_answer_s: float = 0.0):
+        """`first_answer_s`: the timeout until the server has answered once, if it is longer: on a GPU it compiles."""
         self.server, self._timeout_s = server, request_timeout_s
-        timeout = httpx.Timeout(request_timeout_s, connect=CONNECT_S)
-        self._http = open_client(server.address, timeout, direct=True)
+        self._first_s, self._answered = max(first_answer_s, request_timeout_s), False
+        self._http = open_client(server.address, httpx.Timeout(request_timeout_s, connect=CONNECT_S), direct=True)
 
     def generate(
         self, tokens: Sequence[int], sampling: dict[str, Any], in_steps: bool = False, **settings: Any
@@ -76,8 +77,10 @@ class SGLangClient:
         """
         body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps, **settings}
         seen, last = [0], {}
+        longest_s = self._timeout_s if self._answered else self._first_s
+        timeout = httpx.Timeout(longest_s, connect=CONNECT_S)
         try:
-            with self._http.stream("POST", "/generate", json=body) as answer:
+            with self._http.stream("POST", "/generate", json=body, timeout=timeout) as answer:
                 if not answer.is_success:
                     answer.read()
                     raise self._error(answer, len(tokens))
@@ -88,7 +91,8 @@ class SGLangClient:
                         last = json.loads(line.removeprefix(DATA))
                         seen.append(last["meta_info"]["completion_tokens"])
         except httpx.TransportError as error:
-            raise ServerError(self._reason(error, len(tokens))) from error
+            raise ServerError(self._reason(error, len(tokens), longest_s)) from error
+        self._answered = True
         end = last["meta_info"].get("finish_reason") or {}
         if end.get("type") == "abort":
             raise ServerError(f"{self.server.name} aborted a prompt of {len(tokens)} tokens: {end.get('message')}")
@@ -113,16 +117,17 @@ class SGLangClient:
             return PromptRefusedError(f"SGLang refused the prompt of {tokens} tokens: {reason}")
         return ServerError(f"{server.name} failed at a prompt of {tokens} tokens: {reason}; its log is {server.log}")
 
-    def _reason(self, error: httpx.TransportError, tokens: int) -> str:
+    def _reason(self, error: httpx.TransportError, tokens: int, longest_s: float) -> str:
         server = self.server
         try:
             server.check()
         except ProcessFailedError as failure:
             return str(failure)
         if isinstance(error, httpx.TimeoutException):
+            setting = "request_timeout_s" if longest_s == self._timeout_s else "start_timeout_s, for the first answer"
             return (
-                f"{server.name} did not answer a prompt of {tokens} tokens within {self._timeout_s:g} s "
-                f"(generator.sglang.request_timeout_s); its log is {server.log}"
+                f"{server.name} did not answer a prompt of {tokens} tokens within {longest_s:g} s "
+                f"(generator.sglang.{setting}); its log is {server.log}"
             )
         return f"{server.name} broke a connection off ({error}); its log is {server.log}"
 

@@ -1,5 +1,6 @@
 """The command line of an SGLang server, and the separate Python environment that it runs in."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,8 @@ def _server(spec: ServerSpec, config: SGLangConfig, port: int) -> list[str]:
     # Prompts come as token ids; the first request is ours, and says more than the server's own warm-up.
     command += ["--skip-tokenizer-init", "--skip-server-warmup"]
     command += ["--log-level", "info", "--log-level-http", "warning"]
+    # A step that compiles kernels is no hanging one; those end by our own timeouts.
+    command += ["--watchdog-timeout", str(math.ceil(config.start_timeout_s))]
     machines, groups = spec.machines.count if spec.machines else 1, config.attention_data_parallel
     ranks = config.tensor_parallel or max(1, spec.gpus * machines // config.data_parallel)
     command += ["--tensor-parallel-size", str(ranks)]

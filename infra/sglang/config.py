@@ -44,7 +44,11 @@ class SGLangConfig(StrictConfig):
     )
     attention_backend: str | None = Field(default=None, description="SGLang's name of an attention backend.")
     arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
-    start_timeout_s: Seconds = Field(default=900.0, description="Seconds until a server must be ready.")
+    start_timeout_s: Seconds = Field(
+        default=900.0,
+        description="Seconds until a server must be ready, and then until its first answer: on a GPU that is new to it "
+        "it compiles kernels.",
+    )
     request_timeout_s: Seconds = Field(default=300.0, description="Seconds without an answer before a restart.")
 
     @model_validator(mode="after")

@@ -96,7 +96,7 @@ class Setup:
             spec.machines,
         )
         try:
-            client = SGLangClient(server, settings.request_timeout_s)
+            client = SGLangClient(server, settings.request_timeout_s, settings.start_timeout_s)
             yield client
             client.close()
         finally:

@@ -136,7 +136,7 @@ class SGLangTextEngine:
             spec.machines,
         )
         timeout_s = config.sglang.request_timeout_s + settings.max_new_tokens * SLOWEST_TOKEN_S
-        self._client = SGLangClient(self._server, timeout_s)
+        self._client = SGLangClient(self._server, timeout_s, config.sglang.start_timeout_s)
         self._prompter, self._tokenizing = recipe_prompter(run, images), Lock()
         self._media_ids = run.target.media_ids
         self._sampling: dict[str, Any] = {

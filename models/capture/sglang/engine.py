@@ -89,7 +89,7 @@ class SGLangEngine:
         longest_s = self.settings.request_timeout_s
         if self._answers:
             longest_s += run.samples.longest * SLOWEST_TOKEN_S
-        return SGLangClient(self.server, longest_s)
+        return SGLangClient(self.server, longest_s, timeout_s)
 
     def _command(self, port: int) -> list[str]:
         config = self.run.config

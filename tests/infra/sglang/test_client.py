@@ -3,12 +3,12 @@
 import json
 import ssl
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -83,15 +83,19 @@ class Operated:
 
 
 @contextmanager
-def answering(status: int, body: dict[str, Any], certificate: Path | None = None) -> Iterator[Operated]:
-    """A server with one answer to everything."""
+def answering(
+    status: int, body: dict[str, Any], certificate: Path | None = None, before: Callable[[], object] = lambda: None
+) -> Iterator[Operated]:
+    """A server with one answer to everything, given after `before`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"] or 0))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
+            before()
+            with suppress(BrokenPipeError, ConnectionResetError):  # the client has left
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
 
         do_GET = do_POST
 
@@ -130,6 +134,23 @@ def test_only_a_prompt_that_is_refused_is_the_prompts_fault(
         with pytest.raises(kind, match=message) as failed:
             client.generate([1, 2], {})
     assert type(failed.value) is kind
+
+
+def test_a_server_may_take_longer_for_its_first_answer() -> None:
+    """On a GPU it compiles its kernels then."""
+    answers, over = iter([1.0]), Event()
+    found = {"output_ids": [7], "meta_info": {}}
+    with answering(200, found, before=lambda: over.wait(next(answers, None))) as server:
+        with closing(SGLangClient(server, 0.5, 240.0)) as client:
+            assert client.generate([1, 2], {}).tokens == [7]
+            with pytest.raises(ServerError, match=r"within 0\.5 s \(generator\.sglang\.request_timeout_s\)"):
+                client.generate([1, 2], {})
+            over.set()
+    over = Event()
+    with answering(200, found, before=over.wait) as server, closing(SGLangClient(server, 0.1, 0.5)) as client:
+        with pytest.raises(ServerError, match=r"within 0\.5 s \(generator\.sglang\.start_timeout_s, for the first"):
+            client.generate([1, 2], {})
+        over.set()
 
 
 def test_a_server_with_a_certificate_of_the_operators_own_is_asked(
