@@ -33,6 +33,8 @@ from tasks.run import OpenRun
 RECIPES = Path(__file__).parents[2] / "recipes"
 ONE = RECIPES / "one-gpu-80gb.yaml"
 EPOCH = 10 * 2**30
+DISK = SimpleNamespace(total=2 * 2**40, used=2**40, free=2**40)
+"""Beside those GPUs, whatever this machine has."""
 
 Machine = Callable[[str, int, int], None]
 
@@ -68,6 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         }
         for function, answer in answers.items():
             monkeypatch.setattr(pynvml, f"nvml{function}", answer)
+        monkeypatch.setattr("shutil.disk_usage", lambda _place: DISK)
         if count:
             monkeypatch.setattr("tasks.plan.memory", lambda: 2 * (count + 1) * total)
 
