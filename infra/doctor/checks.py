@@ -70,7 +70,7 @@ def checks() -> tuple[Check, ...]:
          "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
         ("SGLang on GPUs", lambda: cuda.sglang_environment(settings.sglang_environment(), gpus()),
          "SGLang compiles kernels as it runs: driver 580 or newer, g++, and CUDA's compiler 13, which `make sglang` "
-         "sets up (or CUDA_HOME names). None needed with generator.engine=transformers"),
+         "sets up. None needed with generator.engine=transformers"),
         ("Mooncake", software.mooncake,
          f"none needed on one machine; between several: {INSTALL}, and the system's libraries"),
         ("Prefect server", lambda: network.prefect(settings.prefect_api_url()),

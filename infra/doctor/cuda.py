@@ -124,7 +124,7 @@ def sglang_environment(environment: Path, inventory: Gpus | None, root: Path = P
     missing = [
         what
         for what, there in (
-            ("ninja (pip install ninja, in that environment)", (environment / "bin" / "ninja").is_file()),
+            ("ninja (pip install ninja, in that environment)", _has_ninja(environment)),
             ("a C++ compiler (Debian: apt install g++)", shutil.which("c++") is not None),
         )
         if not there
@@ -134,14 +134,18 @@ def sglang_environment(environment: Path, inventory: Gpus | None, root: Path = P
     return [*findings, _nvcc(environment, _cuda(packages / "torch" / "version.py"), inventory, root)]
 
 
+def _has_ninja(environment: Path) -> bool:
+    return (environment / "bin" / "ninja").is_file() or shutil.which("ninja") is not None
+
+
 def _nvcc(environment: Path, built: int | None, inventory: Gpus, root: Path) -> Finding:
-    """CUDA's compiler, looked for as a server does: $CUDA_HOME or $CUDA_PATH, its environment, $PATH, /usr/local/cuda.
+    """CUDA's compiler, looked for as a server does: its environment, $CUDA_HOME or $CUDA_PATH, $PATH, /usr/local/cuda.
 
     `built`: CUDA's major version that the environment's torch is for.
     """
     on_path = shutil.which("nvcc")
     other = Path(on_path).parents[1] if on_path else root / "usr/local/cuda"
-    nvcc = (cuda_home() or own_toolkit(environment) or other) / "bin" / "nvcc"
+    nvcc = (own_toolkit(environment) or cuda_home() or other) / "bin" / "nvcc"
     if not os.access(nvcc, os.X_OK):
         return judge(f"no nvcc in {nvcc.parent}", problem=True, name="CUDA compiler")
     told = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, timeout=USE_S, check=False).stdout

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.processes.exit import run_main
-from infra.settings import cuda_home
 
 FOLDER = "cuda"
 """Of SGLang's environment."""
@@ -30,12 +29,12 @@ def own_toolkit(environment: Path) -> Path | None:
 
 
 def toolkit_variables(python: Path) -> dict[str, str]:
-    """Variables by which a server of this interpreter finds a toolkit that fits its torch, unless one was chosen.
+    """Variables by which a server of this interpreter finds the toolkit that fits its torch.
 
-    It goes before a toolkit of the machine, which may be one for CUDA 12.
+    It goes before one that $CUDA_HOME names, often by a cluster's modules, and that may be for CUDA 12.
     """
     own = own_toolkit(python.parent.parent)
-    return {} if own is None or cuda_home() else {"CUDA_HOME": str(own)}
+    return {} if own is None else {"CUDA_HOME": str(own)}
 
 
 def lay_out(packages: Path, folder: Path, driver: Path, tools: Sequence[Path] = ()) -> None:
@@ -47,8 +46,8 @@ def lay_out(packages: Path, folder: Path, driver: Path, tools: Sequence[Path] = 
     programs, libraries = folder / "bin", folder / "lib64"
     for made in (programs, libraries / "stubs"):
         made.mkdir(parents=True)
-    for file in (*sorted((packages / "bin").iterdir()), *tools):
-        (programs / file.name).symlink_to(file)
+    for name, file in {file.name: file for file in (*tools, *(packages / "bin").iterdir())}.items():
+        (programs / name).symlink_to(file)
     for part in ("include", "nvvm"):
         (folder / part).symlink_to(packages / part)
     for file in sorted((packages / "lib").iterdir()):

@@ -142,22 +142,24 @@ def test_what_sglang_lacks_is_named(environment: Path, tmp_path: Path, monkeypat
     assert {one.verdict for one in (torch, tools, compiler)} == {"problem"}
 
 
-def test_the_toolkit_of_sglangs_environment_goes_before_the_machines_but_not_before_a_chosen_one(
+def test_the_toolkit_of_sglangs_environment_goes_before_all_others(
     environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A cluster's modules set $CUDA_HOME, often to CUDA 12."""
     program(environment / "cuda/bin/nvcc", "echo release 13.0")
-    program(tmp_path / "usr/local/cuda/bin/nvcc", "echo release 12.4")
-    chosen = cuda.sglang_environment(environment, GPUS, tmp_path)[-1]
-    assert chosen.found == f"{tmp_path}/cuda/bin/nvcc, CUDA 13.0"
-    monkeypatch.delenv("CUDA_HOME")
+    program(tmp_path / "cuda/bin/nvcc", "echo release 12.4")
     own = cuda.sglang_environment(environment, GPUS, tmp_path)[-1]
     assert (own.verdict, own.found) == ("ok", f"{environment}/cuda/bin/nvcc, CUDA 13.0")
     (environment / "cuda/bin/nvcc").unlink()
-    old = cuda.sglang_environment(environment, GPUS, tmp_path)[-1]
-    assert (old.verdict, old.found) == (
-        "problem",
-        f"{tmp_path}/usr/local/cuda/bin/nvcc, CUDA 12.4; SGLang's torch is built for CUDA 13",
-    )
+    for home in (tmp_path / "cuda", None):
+        if home is None:
+            monkeypatch.delenv("CUDA_HOME")
+            (tmp_path / "usr/local").mkdir(parents=True)
+            (tmp_path / "cuda").rename(tmp_path / "usr/local/cuda")
+        old = cuda.sglang_environment(environment, GPUS, tmp_path)[-1]
+        place = home or tmp_path / "usr/local/cuda"
+        found = f"{place}/bin/nvcc, CUDA 12.4; SGLang's torch is built for CUDA 13"
+        assert (old.verdict, old.found) == ("problem", found)
 
 
 def test_a_compiler_that_the_driver_is_too_old_for(environment: Path, tmp_path: Path) -> None:

@@ -43,21 +43,18 @@ def test_the_drivers_library_is_named_whether_or_not_there_is_one() -> None:
     assert not found.exists() or found.read_bytes()[:5] == b"\x7fELF\x02"
 
 
-def test_a_server_is_told_of_its_environments_toolkit_unless_the_operator_chose_one(
+def test_a_server_is_told_of_its_environments_toolkit(
     packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("CUDA_HOME", "CUDA_PATH"):
-        monkeypatch.delenv(name, raising=False)
     environment = tmp_path / "environment"
     python = environment / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to("/bin/sh")
+    monkeypatch.setenv("CUDA_HOME", "/opt/cuda-12.4")
     assert own_toolkit(environment) is None
-    assert started(python, tmp_path / "before") == ""
+    assert started(python, tmp_path / "before") == "/opt/cuda-12.4"
     lay_out(packages, environment / "cuda", driver_library())
     assert started(python, tmp_path / "with") == str(environment / "cuda")
-    monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert started(python, tmp_path / "chosen") == "/opt/cuda"
     assert toolkit_variables(Path("bash")) == {}
 
 
