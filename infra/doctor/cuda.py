@@ -131,7 +131,8 @@ def sglang_environment(environment: Path, inventory: Gpus | None, root: Path = P
     ]
     if missing:
         findings.append(judge(f"missing: {'; '.join(missing)}", problem=True, name="SGLang's build tools"))
-    return [*findings, _nvcc(environment, _cuda(packages / "torch" / "version.py"), inventory, root)]
+    built = _cuda(packages / "torch" / "version.py") if version else None
+    return [*findings, _nvcc(environment, built, inventory, root)]
 
 
 def _has_ninja(environment: Path) -> bool:
