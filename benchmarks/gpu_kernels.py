@@ -32,6 +32,7 @@ import torch._inductor.fx_passes.post_grad
 import torch._inductor.graph
 import torch._inductor.runtime.triton_helpers
 import torch._inductor.runtime.triton_heuristics as heuristics
+from operation_trace import Trace
 from roofline import SHAPES, Step, trace_step
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
@@ -91,9 +92,9 @@ class Call:
 def collected(step: Step) -> list[Call]:
     """The fused functions of a step, each with every number of tensors once, and the loss by all divergences."""
     calls = dict[str, Call]()
-    call_fused = trace_step.__globals__["Trace"].call_fused
+    call_fused = Trace.call_fused
 
-    def call(trace: Any, function: FusedFunction, *args: Any) -> Any:
+    def call(trace: Trace, function: FusedFunction, *args: Any) -> Any:
         found = Call(function, args)
         calls.setdefault(found.key, found)
         if found.name == "diverge_rows":
@@ -102,7 +103,7 @@ def collected(step: Step) -> list[Call]:
                 calls.setdefault(other.key, other)
         return call_fused(trace, function, *args)
 
-    with patch.object(trace_step.__globals__["Trace"], "call_fused", call):
+    with patch.object(Trace, "call_fused", call):
         trace_step(step)
     return list(calls.values())
 

@@ -46,8 +46,8 @@ class SGLangConfig(StrictConfig):
     arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
     start_timeout_s: Seconds = Field(
         default=900.0,
-        description="Seconds until a server must be ready, and then until its first answer: on a GPU that is new to it "
-        "it compiles kernels.",
+        description="Seconds until a server must be ready, and then until its first answer, for which it compiles "
+        "kernels on a new GPU.",
     )
     request_timeout_s: Seconds = Field(default=300.0, description="Seconds without an answer before a restart.")
 

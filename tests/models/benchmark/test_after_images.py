@@ -29,7 +29,7 @@ WORDS, DRAWS = 24, 600
 
 @pytest.fixture
 def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]:
-    """A run whose draft took so many steps on the target's answers to some prompts with images: 150 to know them."""
+    """A run whose draft took `steps` on the target's answers about some images; after 150 it knows them by heart."""
 
     def make(family: str, sampling: str, conversations: int = 96, steps: int = 1) -> PreparedRun:
         settings = [f"benchmark.max_new_tokens={WORDS}", f"benchmark.lookahead={LOOKAHEAD}", "benchmark.loads=[]"]
