@@ -10,7 +10,9 @@ from subprocess import CalledProcessError, TimeoutExpired
 
 import httpx
 
+from infra.drift.scrape import Counters
 from infra.refusal import Refusal
+from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, ServerControl, control_of
 from infra.serving.rollout import Condition, RolloutState, SeenServer, in_words
@@ -51,6 +53,8 @@ class Fleet:
         """Which start of a server answered last, by address."""
         self._asked: dict[str, str] = {}
         """The same when this process had the server started."""
+        self._counters: dict[str, tuple[str, Counters]] = {}
+        """Start and counters of each server when its traffic was asked for last."""
         self._told: set[str] = set()
         """Servers that this process has told to stop."""
 
@@ -68,6 +72,18 @@ class Fleet:
         with ThreadPoolExecutor(len(self.urls)) as threads:
             reports = list(threads.map(self._report, self.urls))
         return [self._seen(url, report, state, now) for url, report in zip(self.urls, reports, strict=True)]
+
+    def traffic_since(self, looks: Sequence[LookedAt]) -> dict[str, StepGroup]:
+        """What healthy servers have counted since this was asked last, by address."""
+        found: dict[str, StepGroup] = {}
+        for url, report in reports_of(looks).items():
+            start, before = self._counters.get(url, ("", Counters()))
+            self._counters[url] = (report.draft.start, report.counters)
+            if start == report.draft.start:
+                increase = report.counters.since(before)
+                if increase.steps:
+                    found[url] = StepGroup(tokens=max(0, increase.tokens), steps=increase.steps)
+        return found
 
     def _report(self, url: str) -> ServerReport | Refusal | None:
         try:

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from infra.drift.scrape import Counters
 from infra.files.atomic import write_atomically
 from infra.records.acceptance import RequestCounts
 from infra.refusal import Refusal, first_line
-from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
 from infra.serving.fleet import Fleet, LookedAt, reports_of
 from infra.serving.rollout import (
@@ -34,6 +32,7 @@ from infra.serving.rollout import (
     in_words,
     judge,
     next_steps,
+    reported,
     take_back,
     wanted_versions,
     with_control,
@@ -68,8 +67,6 @@ class Follower:
         self._opened: dict[int, VersionFolder] = {}
         self._away = False
         """Whether the registry did not answer in this round: then it is not asked again, which may take minutes."""
-        self._counters: dict[str, tuple[str, Counters]] = {}
-        """Start and counters of each server when it was looked at last."""
         self._file = self._folder / config.draft / "state.json"
         self.state = RolloutState.read(self._file) if self._file.is_file() else self._first_state()
 
@@ -102,15 +99,13 @@ class Follower:
         return self._act(looks, now) and heard
 
     def _hear(self) -> bool:
-        """What the registry says, after it has heard what was taken back; False where nothing can be done about it."""
+        """What the registry says, after it was told what was taken back; False where nothing can be done about it."""
         self._away = True
         try:
             check_answers(self._uri)
             self._away = False
-            for version, reason in self.state.taken_back.items():
-                self._withdraw(version, reason)
-            self._keep(self.state.model_copy(update={"taken_back": {}}))
             find_model(connect(self._uri), self._config.draft)  # a wrong name is no withdrawal
+            self._report_taken_back()
             champion = registry.champion(self._uri, self._config.draft)
             told = NO_DRAFT if champion is None else champion.version
             if told != NO_DRAFT:
@@ -127,6 +122,20 @@ class Follower:
             self._say("alone", f"version {told}: the target alone is faster, says its benchmark: no draft is served")
         self._keep(heed(self.state, told))
         return True
+
+    def _report_taken_back(self) -> None:
+        """Withdraw in the registry what was taken back here. Where that fails, what is promoted next is heard of."""
+        if not self.state.taken_back:
+            return
+        known = {draft.version for draft in registry.list_drafts(self._uri, self._config.draft)}
+        for version, reason in self.state.taken_back.items():
+            try:
+                if version in known:
+                    self._withdraw(version, reason)
+            except REGISTRY_ERRORS as error:
+                self._say(f"back {version}", f"the registry does not withdraw version {version}: {first_line(error)}")
+                continue
+            self._keep(reported(self.state, version))
 
     def _open(self, version: int) -> VersionFolder:
         """A version's folder, checked once. Raises BrokenVersionError and the registry's errors."""
@@ -159,10 +168,14 @@ class Follower:
         folder = None if version in (NO_DRAFT, FOREIGN) else self._served(version)
         return folder.arguments if folder else ()
 
+    def _reported(self, version: int) -> int:
+        """What a server reports that is to run a version: NO_DRAFT for one that is better served without."""
+        return version if self._arguments(version) else NO_DRAFT
+
     def _wanted(self, looks: Sequence[LookedAt]) -> list[int]:
-        """What each server is to run; NO_DRAFT for a version that is better served without."""
+        """What each server is to run."""
         wanted = wanted_versions(self.state, len(looks), self._config.canary.share)
-        served = {version: version if self._arguments(version) else NO_DRAFT for version in set(wanted)}
+        served = {version: self._reported(version) for version in set(wanted)}
         # What a server ran that was not ours is left alone, and gone once it has been replaced.
         return [
             look.seen.version if version == FOREIGN and look.seen.version == FOREIGN else served[version]
@@ -217,7 +230,7 @@ class Follower:
 
     def _try(self, looks: Sequence[LookedAt], now: float) -> None:
         """Try the version under trial: prompts before and after, live traffic, verdict."""
-        traffic = self._traffic(looks)
+        traffic = self._fleet.traffic_since(looks)
         trial = self.state.trial
         folder = self._served(trial.version) if trial else None
         if trial is None or folder is None:
@@ -243,16 +256,17 @@ class Follower:
             self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"compared_since": now})}))
             return
         new = {one.url for one in tried}
-        old = {look.seen.url for look in looks[first:] if look.report and look.seen.version == self.state.stable}
+        stable = self._reported(self.state.stable)
+        old = {look.seen.url for look in looks[first:] if look.report and look.seen.version == stable}
         trial = trial.with_traffic(*([traffic[url] for url in urls if url in traffic] for urls in (new, old)))
         self._keep(self.state.model_copy(update={"trial": trial}))
         self._decide(trial, looks, first, now)
 
     def _decide(self, trial: Trial, looks: Sequence[LookedAt], first: int, now: float) -> None:
-        stable = self.state.stable
+        stable = self._reported(self.state.stable)
         lookaheads = {look.report.lookahead for look in looks[:first] if look.report}
         others = {look.report.lookahead for look in looks[first:] if look.report and look.seen.version == stable}
-        drafted = stable not in (NO_DRAFT, FOREIGN)
+        drafted = stable != NO_DRAFT
         if looks[first:] and drafted and not others:
             return  # a server with the version before is to come back first
         comparable = drafted and lookaheads == others != {None} and len(others) == 1
@@ -298,18 +312,6 @@ class Follower:
         trial = trial.model_copy(update={"probed": (*trial.probed, url)})
         self._keep(self.state.model_copy(update={"trial": trial}))
         return True
-
-    def _traffic(self, looks: Sequence[LookedAt]) -> dict[str, StepGroup]:
-        """What healthy servers have counted since the last round, by address."""
-        found: dict[str, StepGroup] = {}
-        for url, report in reports_of(looks).items():
-            start, before = self._counters.get(url, ("", Counters()))
-            self._counters[url] = (report.draft.start, report.counters)
-            if start == report.draft.start:
-                increase = report.counters.since(before)
-                if increase.steps:
-                    found[url] = StepGroup(tokens=max(0, increase.tokens), steps=increase.steps)
-        return found
 
     def _act(self, looks: Sequence[LookedAt], now: float) -> bool:
         """Start and stop what is next; returns whether all is as the registry wants it."""

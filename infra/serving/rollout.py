@@ -202,6 +202,12 @@ def take_back(state: RolloutState, version: int, reason: str) -> RolloutState:
     return state.model_copy(update={"trial": None, "target": state.stable, "proven": proven, "taken_back": back})
 
 
+def reported(state: RolloutState, version: int) -> RolloutState:
+    """The registry has heard that the version went back, or does not know it any more."""
+    left = {other: reason for other, reason in state.taken_back.items() if other != version}
+    return state.model_copy(update={"taken_back": left})
+
+
 def complete(state: RolloutState) -> RolloutState:
     """All servers run the target: from now on it is what they go back to."""
     proven = state.proven if state.target in (*state.proven, NO_DRAFT) else (*state.proven, state.target)

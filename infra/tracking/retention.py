@@ -14,9 +14,11 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from infra.files.atomic import write_atomically
+from infra.records.acceptance import RegisteredDraft
 from infra.tracking.client import active_experiments, connect, pages
 from infra.tracking.registry import REPLACES, list_drafts
 
@@ -50,14 +52,17 @@ def remove_old_tracking(
     of the newest `keep_checkpoints` of them.
 
     A run whose version has an alias, or was replaced by one that has, stays whatever its age, so that it can serve
-    and be rolled back to. Returns the numbers of removed runs, with their artifacts and versions, and of checkpoints.
+    and be rolled back to; so does one of which a registered model that is not ours has a version, a copy made by hand.
+    Returns the numbers of removed runs, with their artifacts and versions, and of checkpoints.
     """
     client, removed_runs, removed_checkpoints = connect(uri), 0, 0
-    protected = _protected_runs(client, uri)
+    drafts = list_drafts(uri)
+    protected, ours = _protected_runs(client, drafts), {draft.name for draft in drafts}
     for runs in _runs_by_draft(client, experiments).values():
         for age, run in enumerate(runs):
-            if age >= keep_runs and run.info.run_id not in protected:
-                _remove_run(client, uri, run)
+            versions = _versions_of(client, run) if age >= keep_runs and run.info.run_id not in protected else None
+            if versions is not None and ours.issuperset(str(version.name) for version in versions):
+                _remove_run(client, uri, run, versions)
                 removed_runs += 1
             elif age >= keep_checkpoints:
                 removed_checkpoints += _remove_models(client, run, "checkpoint")
@@ -82,12 +87,13 @@ def empty_trash(uri: str, database: str, days: float) -> None:
     )
 
 
-def _protected_runs(client: MlflowClient, uri: str) -> set[str]:
-    drafts = list_drafts(uri)
+def _protected_runs(client: MlflowClient, drafts: Sequence[RegisteredDraft]) -> set[str]:
     wanted = {(draft.name, draft.version) for draft in drafts if draft.aliases}
     wanted |= {
         (draft.name, int(draft.tags[REPLACES])) for draft in drafts if draft.aliases and draft.tags.get(REPLACES)
     }
+    # The version that a champion replaced may have been deleted, by hand or by an earlier clean-up.
+    wanted &= {(draft.name, draft.version) for draft in drafts}
     return {str(client.get_model_version(name, str(version)).run_id) for name, version in wanted}
 
 
@@ -102,9 +108,13 @@ def _runs_by_draft(client: MlflowClient, experiments: Collection[str]) -> dict[t
     return groups
 
 
-def _remove_run(client: MlflowClient, uri: str, run: Run) -> None:
+def _versions_of(client: MlflowClient, run: Run) -> list[ModelVersion]:
+    return list(pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"))
+
+
+def _remove_run(client: MlflowClient, uri: str, run: Run, versions: Sequence[ModelVersion]) -> None:
     """Remove versions first, so that none is left without weights; the run last, so that an interruption shows."""
-    for version in pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"):
+    for version in versions:
         client.delete_model_version(str(version.name), str(version.version))
     for kind in ("checkpoint", "draft"):
         _remove_models(client, run, kind)

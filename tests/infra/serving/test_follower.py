@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 
 from infra.refusal import Refusal
 from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
 from infra.serving.control import MARK
-from infra.serving.follower import BY
+from infra.serving.follower import BY, Follower
+from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
 from tests.infra.serving.serving_world import ARGUMENTS, DRAFT, PROGRAM, Clients, ServingWorld, serving_world
@@ -312,6 +314,38 @@ def test_a_version_that_its_benchmark_advises_against_is_not_loaded(world: Servi
     world.settle(follower)
     assert world.running() == [0] * 3
     assert world.champion() == version
+
+
+def test_a_version_is_rolled_out_after_one_that_is_served_without_a_draft(world: ServingWorld) -> None:
+    follower = world.follower()
+    alone = world.register()
+    settings = next(world.folder.glob("mlflow-artifacts/**/sglang.json"))
+    settings.write_text(json.dumps({"arguments": []}))
+    world.promote(alone)
+    world.settle(follower)
+    world.promote(version := world.register())
+    world.settle(follower)
+    assert world.running() == [version] * 3
+
+
+def test_a_follower_that_may_not_withdraw_hears_of_what_is_promoted_next(world: ServingWorld) -> None:
+    def forbidden(version: int, reason: str) -> None:
+        raise MlflowException(f"PERMISSION_DENIED: version {version}")
+
+    follower = Follower(world.config(), world.uri, forbidden, world.said.append)
+    world.promote(world.register())
+    world.settle(follower)
+    world.promote(bad := world.register(length=1.2, promised=2.5))
+    while bad not in follower.state.taken_back:
+        follower.round()
+    assert world.champion() == bad, "the registry was not told"
+    world.promote(better := world.register())
+    while world.running() != [better] * 3 or follower.state.stable != better:
+        follower.round()
+    assert f"the registry does not withdraw version {bad}: PERMISSION_DENIED: version {bad}" in world.said
+    connect(world.uri).delete_model_version(DRAFT, str(bad))
+    world.settle(follower)
+    assert not follower.state.taken_back, "what the registry does not know any more cannot be withdrawn"
 
 
 def test_a_version_without_arguments_is_not_served_and_not_withdrawn(world: ServingWorld) -> None:

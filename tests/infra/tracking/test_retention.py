@@ -97,6 +97,33 @@ def test_old_runs_go_and_the_champion_and_the_version_before_it_stay(tmp_path: P
     assert remove_old_tracking(uri, EXPERIMENTS, keep_runs=2, keep_checkpoints=1)[0] == 0
 
 
+def test_a_deleted_version_that_the_champion_replaced_stops_no_clean_up(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    for number in range(4):
+        version = make_run(tmp_path, uri, number)
+        if version in (1, 2):
+            DraftInService(uri, NAME).promote(version, by="ada", reason="better")
+    connect(uri).delete_model_version(NAME, "1")
+    assert remove_old_tracking(uri, EXPERIMENTS, keep_runs=1, keep_checkpoints=1)[0] == 2
+    assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {2, 4}
+
+
+def test_a_version_that_was_copied_to_a_model_of_the_operator_s_keeps_its_weights(
+    tmp_path: Path, database: Path
+) -> None:
+    uri = f"sqlite:///{database}"
+    for number in range(3):
+        make_run(tmp_path, uri, number)
+    client = connect(uri)
+    client.create_registered_model("in-production")
+    copy = client.copy_model_version(f"models:/{NAME}/1", "in-production")
+    client.set_registered_model_alias("in-production", "live", copy.version)
+    assert remove_old_tracking(uri, EXPERIMENTS, keep_runs=1, keep_checkpoints=1)[0] == 1
+    assert client.get_model_version_by_alias("in-production", "live").version == copy.version
+    assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {1, 3}
+    registry.download(uri, registry.find_version(uri, NAME, 1), tmp_path / "export")
+
+
 def test_rows_leave_the_database_when_the_trash_is_emptied(tmp_path: Path, database: Path) -> None:
     uri = f"sqlite:///{database}"
     for number in range(3):
