@@ -47,6 +47,7 @@ STAGES = (
     Stage("doctor", "the machine", "machine.doctor", 120, required=True),
     Stage("attention", "attention against the plain kernel", "kernels.attention", 120),
     Stage("losses", "losses against the CPU", "kernels.losses", 120),
+    Stage("experts", "grouped products of experts against the CPU", "kernels.experts", 60),
     Stage("training", "tiny training: checkpoint, kill, resume", "training.tiny_training", 420),
     Stage("lengths", "draft steps of 4K to 128K tokens", "lengths.max_lengths", 300),
     Stage("copies", "copies between host and GPU", "transfers.copies", 60),

@@ -88,7 +88,7 @@ def train(run: PreparedRun, batches: Sequence[PackedSamples], settings: Training
 @contextmanager
 def averaged(module: DraftModule, dtype: torch.dtype) -> Iterator[Draft]:
     """The draft with its averaged weights, as an export has it, for walks over a target's texts."""
-    with weights_of(module.draft, module.averaged):
+    with weights_of(module.draft, module.averaged, next(module.draft.parameters()).device):
         yield module.draft.to(dtype).eval()
 
 

@@ -2,6 +2,7 @@
 
 from prefect import flow
 
+from infra.drift.traffic import prompts_are_gone
 from tasks.benchmark import measure_again, note_figures, tell_of_change
 from tasks.events import tell_failure
 from tasks.pools import lease
@@ -21,7 +22,13 @@ def benchmark_champion(draft: str, tracking_uri: str | None = None, run: str | N
     Returns what was found, in words. Raises Refusal where the figure has moved by more than the recipe's gap.
     """
     champion = find_champion(tracking_uri, draft)
-    with open_run(recipe_of(tracking_uri, champion, "nightly"), run) as opened:
+    config = recipe_of(tracking_uri, champion, "nightly")
+    if prompts_are_gone(config.data.source):
+        return (
+            f"version {champion.version} of {draft} is not measured again: it learned from users' prompts, which were "
+            "removed after clean-up's prompt_days"
+        )
+    with open_run(config, run) as opened:
         prepare_version(opened, champion)
         with lease(opened, "inference") as (inference,):
             result = measure_again(opened, inference)

@@ -14,7 +14,7 @@ from tasks.overview import show_drafts
 from tasks.pools import lease
 from tasks.promotion import complete_change, drafts_of_server, find_candidate, one_at_a_time, reconcile
 from tasks.run import open_run
-from tasks.version_run import prepare_version, recipe_of
+from tasks.version_run import prepare_target_of, recipe_of
 
 TURN_S = 5.0
 """How long to wait for a promotion in progress. One that takes longer needs no completion."""
@@ -60,7 +60,7 @@ def _reconcile(uri: str, name: str) -> str | None:
     version = find_candidate(uri, name, waiting.version)
     # One folder for each change, however often its test is tried.
     with open_run(recipe_of(uri, version, "reconcile"), f"reconcile-{waiting.id[:8]}") as opened:
-        prepare_version(opened, version)
+        prepare_target_of(opened, version)
         # Devices first, as promotions take them: the other order could wait for itself.
         with lease(opened, "inference") as (inference,), one_at_a_time(name):
             complete_change(opened, inference, version)

@@ -44,8 +44,8 @@ def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfi
     return config.model_copy(update={"name": f"{config.name}-{purpose}", "tracking": tracking, "ledger": ledger})
 
 
-def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
-    """Target, held-out prompts and export of a version, as its own run had them.
+def prepare_target_of(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
+    """The target of a version, which is all that its smoke test needs: the benchmark kept prompts.
 
     Raises Refusal where the target has changed since: figures of two targets are not compared.
     """
@@ -56,6 +56,15 @@ def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
             f"version {draft.version} of {draft.name} was made for revision {made_for[:12]} of {target.name}, which is "
             f"now {target.revision[:12]}: retrain"
         )
+    return target
+
+
+def prepare_version(run: OpenRun, draft: RegisteredDraft) -> None:
+    """Target, held-out prompts and export of a version, as its own run had them.
+
+    Raises Refusal as `prepare_target_of` does.
+    """
+    target = prepare_target_of(run, draft)
     if run.config.data.regeneration:
         with lease(run, "inference") as (inference,):
             regenerate_text(run, inference)
@@ -63,7 +72,6 @@ def prepare_version(run: OpenRun, draft: RegisteredDraft) -> TargetRecord:
         collect_requests(run)  # of today's traffic
     prepare_samples(run, target)
     fetch_export(run, draft)
-    return target
 
 
 @side_effect("fetch export")

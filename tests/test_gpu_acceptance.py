@@ -16,7 +16,7 @@ from emulated_device import NAME, emulated_device
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_acceptance.py"
 LEAVES_A_CHILD = ["sh", "-c", "sleep 600 & echo $!; wait"]
 
-FIRST = [("attention", "losses", "lengths", "copies"), ("training", "served")]
+FIRST = [("attention", "losses", "experts", "lengths", "copies"), ("training", "served")]
 OTHERS = [("capture", "tensor"), ("share", "alternate", "mooncake"), ("ddp", "fsdp2", "context")]
 
 
@@ -97,7 +97,7 @@ def test_without_a_gpu_it_says_what_is_missing_and_runs_no_other_stage(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["attention", "losses"])
+@pytest.mark.parametrize("stage", ["attention", "losses", "experts"])
 def test_kernels_of_the_gpu_pass_on_the_emulated_one(acceptance, tmp_path: Path, stage: str) -> None:
     kernels, base = (importlib.import_module(f"gpu_stages.{name}") for name in ("kernels", "base"))
     bench = base.Bench(NAME, tmp_path, stage)

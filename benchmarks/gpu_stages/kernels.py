@@ -12,6 +12,7 @@ from models.config.draft import parse_draft_config
 from models.drafts.base import PackedSamples, TargetProjection
 from models.drafts.eagle3.attention import step_attention
 from models.drafts.eagle3.kernels import PlainKernel, fastest_kernel
+from models.drafts.mtp.experts import grouped
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 
@@ -19,6 +20,7 @@ LENGTHS = (1, 7, 129, 64, 1000, 513)
 STEPS = 3
 ATTENTION_BAR = 0.02
 """Largest relative difference from float32 of results and gradients in bfloat16, whose own rounding is 0.004."""
+EXPERTS_BAR = 0.01
 LOSS_BARS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 GRADIENT_BARS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LAYERS = (1, 2, 3)
@@ -61,6 +63,22 @@ def attention(bench: Bench) -> None:
     expected = bench.pick("CudaFlash", "CpuFlash")
     check(kernel == expected, f"bfloat16 is attended to by {kernel}, not by {expected}")
     check(worst <= ATTENTION_BAR, f"attention differs from the plain kernel by {worst:.2g}, allowed {ATTENTION_BAR}")
+
+
+def experts(bench: Bench) -> None:
+    """Products of experts in groups, beside those one by one on the CPU; one expert has no row, and zero gradients."""
+    ends, generator = torch.tensor([63, 63, 200], dtype=torch.int32), torch.Generator().manual_seed(0)
+    rows, slope, matrices = (
+        torch.randn(*shape, generator=generator).bfloat16() for shape in ((200, 64), (200, 128), (3, 64, 128))
+    )
+    worst = 0.0
+    for name, first, second in (("of_rows", rows, matrices), ("of_matrices", rows.T, slope)):
+        found = grouped(first.to(bench.device), second.to(bench.device), ends.to(bench.device))
+        difference = apart(found, grouped(first.float(), second.float(), ends))
+        worst = max(worst, difference)
+        bench.note(**{name: difference})
+    check(worst <= EXPERTS_BAR, f"grouped products differ from the CPU's by {worst:.2g}, allowed {EXPERTS_BAR}")
+    check(not bool(found[1].any()), "the gradient of an expert without a row is not zero")
 
 
 def _attended(inputs: list[Tensor], lengths: tuple[int, ...], slope: Tensor, kernel: Any) -> list[Tensor]:

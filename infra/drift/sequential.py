@@ -41,6 +41,8 @@ LEARNED_WINDOWS = 20
 class Reference:
     """Acceptance of a version in its benchmark: `[N, 2]` tokens and verification steps of each conversation.
 
+    Expected steps vary less than counted ones; served windows show the difference, as dispersion.
+
     Raises Refusal for one that no fall can be told from.
     """
 
@@ -56,7 +58,7 @@ class Reference:
             raise Refusal("the benchmark has no verification step: raise benchmark.max_new_tokens and retrain")
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int]]) -> "Reference":
+    def of(cls, rows: Sequence[tuple[float, float]]) -> "Reference":
         return cls(np.array(rows, dtype=np.float64).reshape(-1, 2))
 
     @cached_property

@@ -389,3 +389,11 @@ class TrafficStore:
 def is_prompt_sample(source: str) -> bool:
     """Whether a recipe's `data.source` is a sample of users' prompts that came with an alarm, wherever it is kept."""
     return fnmatch(source.rpartition("/")[2], PROMPTS)
+
+
+def prompts_are_gone(source: str) -> bool:
+    """Whether a recipe's `data.source` is such a sample, and was removed since."""
+    if not is_prompt_sample(source):
+        return False
+    files, path = fsspec.core.url_to_fs(source)
+    return not files.exists(path)

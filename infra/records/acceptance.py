@@ -222,10 +222,11 @@ class RequestCounts(Record):
     """
 
     conditions: Conditions
-    greedy: Mapping[int, tuple[tuple[int, int], ...]]
+    greedy: Mapping[int, Rows]
     """Counts by lookahead."""
-    sampled: Mapping[int, tuple[tuple[int, int], ...]]
-    """The same over text that the target sampled at `conditions.sampled_temperature`; empty where an engine counted."""
+    sampled: Mapping[int, Rows]
+    """The same over text that the target sampled at `conditions.sampled_temperature`, proposals as `conditions` says,
+    and steps expected where they are drawn; empty where an engine counted."""
     texts: tuple[tuple[int, ...], ...] = ()
     """The target's greedy text in the first conversations, for the smoke test, which in bfloat16 another batch, or
     another machine, would not write; empty where the serving engine counted."""

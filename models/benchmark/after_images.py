@@ -13,7 +13,16 @@ from torch import Tensor
 
 from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants, SelectedLayers
-from models.benchmark.measure import CHAMPION, DRAFT, LEAST_CONVERSATIONS, PROMPT_LOOKUP, DrawnWalk, Walk, WalkedTexts
+from models.benchmark.measure import (
+    CHAMPION,
+    DRAFT,
+    LEAST_CONVERSATIONS,
+    PROMPT_LOOKUP,
+    DrawnWalk,
+    Walk,
+    WalkedTexts,
+    walked_to,
+)
 from models.data.images import ImageProcessor
 from models.data.media import Prompt
 from models.data.prompts import seen_prompts
@@ -104,7 +113,7 @@ class _Walks:
         return source.after_images(hidden.embedded, hidden.places, shown.to(hidden.embedded.device))
 
     def _walk(self, name: str, source: ProposalSource, prompt: Prompt, reading: TextReading) -> None:
-        most = self._config.max_lookahead
+        most = walked_to(self._sources[name], self._config)
         if isinstance(source, DrawingSource) and not self._sampling.greedy:
             (walk,) = walk_sampled(source, [reading], most, self._sampling)
             self.found.walks[name].append(walk.greedy)

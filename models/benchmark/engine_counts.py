@@ -37,7 +37,7 @@ from models.benchmark.measure import Walk, at
 from models.benchmark.reference import speed_record
 from models.benchmark.result import HELD_OUT
 from models.benchmark.result import rows as counted
-from models.benchmark.served import Setup, ask_all, counts_of, setup_of, time_all, whats_missing
+from models.benchmark.served import Setup, ask_all, counts_of, served_at, setup_of, time_all, whats_missing
 from models.config.benchmark import TrafficConfig
 from models.data.prompts import SuitePrompts, heldout_prompts, suite_prompts
 from models.decoding.acceptance import AcceptedCounts, acceptance_length, distinct_token_share, summarise
@@ -121,12 +121,14 @@ def measure_in_engine(
     with bars() as bar:
         for draft in drafts:
             name = "target and draft" if draft == run.folder.export else "target and champion"
-            with setup.serving(draft, config.lookahead) as client:
+            # A champion of another method may be served in whole blocks, or have fewer heads.
+            proposed = config.lookahead if draft == run.folder.export else served_at(draft, config.lookahead)
+            with setup.serving(draft, proposed) as client:
                 watched = bar(f"{name}, step by step", len(prompts))
                 found = setup.watch_all(client, prompts, lambda _, watched=watched: watched(1))
                 if draft == run.folder.export:
                     answers, speculative = found, time_all(setup, client, heldout, name, bar)
-            counted.append([counts_of(answer, config.lookahead) for answer in found])
+            counted.append([counts_of(answer, proposed) for answer in found])
         with setup.serving(None, config.lookahead) as client:
             answered = bar("target alone", len(prompts))
             ask = partial(client.generate, sampling=setup.greedy)

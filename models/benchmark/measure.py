@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from models.benchmark.conditions import sampled_law
-from models.benchmark.contestants import Contestants, draft_of
+from models.benchmark.contestants import Contestants, SelectedLayers, draft_of
 from models.benchmark.reference import ReferenceRun, decode_reference, decode_sampled
 from models.config.benchmark import BenchmarkConfig, Proposals
 from models.decoding.acceptance import AcceptedCounts, AnyCounts, ExpectedCounts, acceptance_length
@@ -22,6 +22,7 @@ from models.decoding.simulated import read_texts, simulate
 from models.decoding.speculative import Decoded
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
+from models.drafts.base import Draft
 from models.drafts.batched_proposer import DrawingSource, ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.vocabulary import DraftVocabulary
@@ -41,7 +42,7 @@ TOKEN_RECYCLING, SUFFIX, SUFFIX_WARM = "Token Recycling", "suffix decoding", "su
 """Baselines that no engine of ours serves, by the names that people see."""
 
 Walk = list[tuple[AcceptedCounts, ...]]
-"""Per conversation, counts at lookahead 1..max_lookahead."""
+"""Per conversation, counts at lookahead 1 to that of `walked_to`."""
 DrawnWalk = list[tuple[ExpectedCounts, ...]]
 """The same where the draft draws its proposals."""
 
@@ -150,6 +151,14 @@ def measure(
     return Measurements(greedy, sampled, reference, walked, sampled_reference, config.sampled_proposals, mass)
 
 
+def walked_to(source: ProposalSource, config: BenchmarkConfig) -> int:
+    """The largest lookahead of a source's walk. A block draft is served in whole blocks, which may be longer than the
+    recipe's `max_lookahead`: that of a champion before the method was changed."""
+    if not isinstance(source, Draft | SelectedLayers):
+        return config.max_lookahead
+    return max(config.max_lookahead, *draft_of(source).config.lookaheads(config.max_lookahead))
+
+
 def walk_decoded(
     target: TargetModel,
     source: ProposalSource,
@@ -217,14 +226,15 @@ def walk_texts(
                 sampled=[len(text) - 1 for _, text in pairs] if drawing else (), sampling=sampling,
             )  # fmt: skip
             for source, proposing in sources.items():
+                most = walked_to(proposing, config)
                 if source in drawing:
-                    found = walk_sampled(drawing[source], readings, config.max_lookahead, sampling)
+                    found = walk_sampled(drawing[source], readings, most, sampling)
                     walks[source] += [each.greedy for each in found]
                     drawn[source] += [each.drawn for each in found]
                     continue
                 for (prompt, text), reading in zip(pairs, readings, strict=True):
                     known = reading.likeliest
-                    walks[source].append(simulate(proposing, prompt, text, reading.aux, config.max_lookahead, known))
+                    walks[source].append(simulate(proposing, prompt, text, reading.aux, most, known))
             walked(len(pairs))
     return WalkedTexts(texts, walks, drawn)
 

@@ -22,8 +22,9 @@ from models.benchmark.measure import (
     CHAMPION,
     DRAFT,
     PROMPT_LOOKUP,
+    DrawnWalk,
     Measurements,
-    WalkedTexts,
+    Walk,
     at,
 )
 from models.config.benchmark import BenchmarkConfig, PromotionConfig
@@ -181,17 +182,18 @@ def request_counts(found: Measurements, conditions: Conditions, prompts: Sequenc
     """Every conversation's counts at every lookahead, for tests that resample requests; `prompts`: of the first ones,
     which are kept with the target's greedy texts."""
 
-    def by_lookahead(walked: WalkedTexts) -> dict[int, tuple[tuple[int, int], ...]]:
-        rows: dict[int, list[tuple[int, int]]] = {}
-        for conversation, text in zip(walked.walks[DRAFT], walked.texts, strict=True):
+    def by_lookahead(walk: Walk | DrawnWalk, texts: Sequence[Sequence[int]]) -> dict[int, Rows]:
+        rows: dict[int, list[tuple[float, float]]] = {}
+        for conversation, text in zip(walk, texts, strict=True):
             for counts in conversation:
                 rows.setdefault(counts.lookahead, []).append(counts.as_served(len(text) - 1))
         return {lookahead: tuple(of) for lookahead, of in rows.items()}
 
+    proposing = found.sampled.by_rule("drawn" if conditions.proposals == "drawn" else "greedy")
     return RequestCounts(
         conditions=conditions,
-        greedy=by_lookahead(found.greedy),
-        sampled=by_lookahead(found.sampled),
+        greedy=by_lookahead(found.greedy.walks[DRAFT], found.greedy.texts),
+        sampled=by_lookahead(proposing[DRAFT], found.sampled.texts),
         texts=tuple(tuple(text) for text in found.greedy.texts[: len(prompts)]),
         prompts=tuple(tuple(prompt) for prompt in prompts),
     )

@@ -121,6 +121,11 @@ def speculative_arguments(draft: Path, lookahead: int, quantization: str | None)
     return [*draft_arguments(draft), *read_description(draft).config.engine_arguments(lookahead), *quantized]
 
 
+def served_at(draft: Path, lookahead: int) -> int:
+    """The lookahead of an exported draft beside another that is served at `lookahead`: the nearest that it has."""
+    return read_description(draft).config.lookaheads(lookahead)[-1]
+
+
 def ask_all(
     ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, done: Callable[[float], None] = lambda _: None
 ) -> list[Answer]:
@@ -199,7 +204,7 @@ def serve(run: PreparedRun) -> ServedResult:
     )
 
 
-def served_answers(run: PreparedRun, draft: Path, prompts: Sequence[Sequence[int]]) -> list[Answer] | None:
+def served_answers(run: RunWithTarget, draft: Path, prompts: Sequence[Sequence[int]]) -> list[Answer] | None:
     """Answers of the serving engine with a draft; None if the run uses no serving engine or it cannot run here."""
     config = run.config.benchmark
     if run.config.own_engine != "sglang" or not config.served_concurrency:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infra.files.atomic import sha256_file, write_atomically
+from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.acceptance import RequestCounts, SmokeResult
+from infra.records.data_path import TargetRecord
 from infra.records.drafts import WEIGHTS
 from infra.refusal import Refusal
 from models.benchmark.contestants import load_contestants
@@ -19,18 +21,18 @@ from models.benchmark.counter import why_engine_counts
 from models.benchmark.measure import DRAFT, at, walk_decoded, walk_texts
 from models.benchmark.reference import decode_reference
 from models.benchmark.served import acceptance_of, counts_of, served_answers, setup_of
-from models.data.prompts import heldout_prompts
+from models.config.recipe import read_config
 from models.decoding.acceptance import acceptance_length
 from models.devices import leased_bytes
 from models.dtypes import DTYPES
 from models.progress_bars import bars
-from models.run import PreparedRun
+from models.run import RunWithTarget
 
 DECODED = 2
 """Conversations decoded for real."""
 
 
-def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> SmokeResult:
+def smoke_test(run: RunWithTarget, export: Path, benchmarked: RequestCounts) -> SmokeResult:
     """Decode again, and compare. Raises Refusal for an export that cannot be loaded."""
     found = sha256_file(export / WEIGHTS)
     if found != benchmarked.conditions.draft_revision:
@@ -39,7 +41,7 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
             f"({benchmarked.conditions.draft_revision[:12]})"
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
-    prompts = benchmarked_prompts(run, benchmarked)
+    prompts = benchmarked.prompts
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     prompts = prompts[: len(benchmarked.texts) or len(prompts)]
@@ -72,16 +74,8 @@ def smoke_test(run: PreparedRun, export: Path, benchmarked: RequestCounts) -> Sm
     )
 
 
-def benchmarked_prompts(run: PreparedRun, benchmarked: RequestCounts) -> Sequence[Sequence[int]]:
-    """The first prompts of the benchmark; the run's own held-out ones may be others by now."""
-    if benchmarked.prompts:
-        return benchmarked.prompts
-    # An earlier version's benchmark kept none.
-    return heldout_prompts(run.open_samples("heldout"), run.config.benchmark)[: run.config.promotion.smoke_prompts]
-
-
 def _in_engine(
-    run: PreparedRun, export: Path, prompts: Sequence[Sequence[int]], benchmarked: RequestCounts
+    run: RunWithTarget, export: Path, prompts: Sequence[Sequence[int]], benchmarked: RequestCounts
 ) -> SmokeResult:
     """For a target that the reference decoder does not decode: the serving engine alone, which benchmarked it too."""
     lookahead, setup = run.config.benchmark.lookahead, setup_of(run)
@@ -109,7 +103,7 @@ def judge(
     return SmokeResult(passed=not reasons, reason="; ".join(reasons) or fine)
 
 
-def ratio(rows: Sequence[tuple[int, int]]) -> float:
+def ratio(rows: Sequence[tuple[float, float]]) -> float:
     """Acceptance length of `(tokens, steps)` rows: the ratio of their sums."""
     tokens, steps = (sum(column) for column in zip(*rows, strict=True))
     return tokens / steps
@@ -120,7 +114,8 @@ def main() -> None:
     for name in ("run", "export", "counts"):
         parser.add_argument(name, type=Path)
     options = parser.parse_args()
-    run = PreparedRun.open(options.run)
+    folder = RunFolder(options.run.absolute())
+    run = RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target))
     result = smoke_test(run, options.export, RequestCounts.read(options.counts))
     write_atomically(run.folder.smoke, result)
     print(f"smoke test {'passed' if result.passed else 'FAILED'}: {result.reason}", flush=True)

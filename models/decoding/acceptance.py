@@ -64,6 +64,10 @@ class ExpectedCounts:
         """Tokens emitted by the complete steps, correction and bonus tokens included."""
         return sum((number + 1) * steps for number, steps in enumerate(self.by_accepted))
 
+    def as_served(self, emitted: int) -> tuple[float, float]:
+        """See `AcceptedCounts.as_served`; the steps are expected."""
+        return emitted, self.steps + self.cut
+
     def at_position(self, position: int) -> tuple[float, float]:
         """See `AcceptedCounts.at_position`."""
         return sum(self.by_accepted[position:]), sum(self.by_accepted[position - 1 :])

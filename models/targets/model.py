@@ -16,13 +16,14 @@ from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWin
 
 from infra.refusal import Refusal
 from models.config.axes import AXES
+from models.data.tokenizer import read_tokenizer
 from models.targets.architecture import decoder_of, load_model, read_model_config
 from models.targets.hidden_states import HiddenStates
 from models.targets.streamed import load_streamed
 from models.targets.weights import TargetHead, logit_shape
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, TOKENIZER_CONFIG = "generation_config.json", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -215,15 +216,14 @@ class TargetModel:
 
 
 def eos_ids(target: Path) -> frozenset[int]:
-    """The tokens that end the target's text, by its generation configuration, else by its model configuration."""
-    ids = None
+    """The tokens that end the target's text, as SGLang and vLLM take them together: those of its generation
+    configuration, its model configuration and its tokenizer, which differ in many fine-tuned targets."""
+    named = [read_model_config(target).get_text_config().eos_token_id]
     if (target / GENERATION_CONFIG).is_file():
-        ids = GenerationConfig.from_pretrained(target).eos_token_id
-    if ids is None:
-        ids = read_model_config(target).get_text_config().eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+        named.append(GenerationConfig.from_pretrained(target).eos_token_id)
+    if (target / TOKENIZER_CONFIG).is_file():
+        named.append(read_tokenizer(target).eos_token_id)
+    return frozenset(token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids))
 
 
 def _own_head(model: "transformers.PreTrainedModel") -> TargetHead:

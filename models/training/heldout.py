@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infra.files.lines import read_objects
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN
@@ -34,12 +34,13 @@ class HeldoutWalk:
     """Measures every `training.heldout_steps` steps, as soon as a generator has made the texts."""
 
     def __init__(self, run: PreparedRun, draft: Draft, divided: bool):
-        """A draft that is going to be divided among ranks is copied now, but for its tables, which stay whole."""
+        """`divided`: the draft is going to be divided among ranks. It is copied now, and the copy stays on the host but
+        for the tables, which are the draft's own, and the weights that are measured."""
         self._path, self._every = run.folder.heldout, run.config.training.heldout_steps
         self._lookahead, self._media_ids = run.config.benchmark.lookahead, torch.tensor(run.target.media_ids)
         self._texts: list[Continued] = []
         tables = {id(buffer): buffer for buffer in draft.buffers()}
-        self._draft = deepcopy(draft, tables) if divided and self._every else draft
+        self._trained, self._draft = draft, deepcopy(draft, tables) if divided and self._every else draft
 
     def due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
@@ -49,9 +50,11 @@ class HeldoutWalk:
         `HELDOUT_SEEN`; nothing where there are no texts yet, or they end at once."""
         if not self._texts:
             self._texts = read_heldout(self._path) or []
-        draft = self._draft.to(device)
+        draft = self._draft
+        for name, table in self._trained.named_buffers():
+            _put(draft, name, table)
         counts: dict[str, list[AcceptedCounts]] = {HELDOUT_LENGTH: [], HELDOUT_SEEN: []}
-        with weights_of(draft, averaged):
+        with weights_of(draft, averaged, device):
             for text in self._texts:
                 source = draft
                 if text.embedded is not None:
@@ -64,16 +67,22 @@ class HeldoutWalk:
 
 
 @contextmanager
-def weights_of(draft: Draft, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Use these weights temporarily; the draft's own ones stay in memory."""
-    own = {name: parameter.data for name, parameter in draft.named_parameters()}
+def weights_of(draft: Draft, weights: Mapping[str, Tensor], device: torch.device) -> Iterator[None]:
+    """Use these weights temporarily, on `device`; the draft's own ones stay as and where they are."""
+    own = dict(draft.named_parameters())
     try:
-        for name, parameter in draft.named_parameters():
-            parameter.data = weights[name].to(parameter.device)
+        for name in own:
+            _put(draft, name, nn.Parameter(weights[name].to(device), requires_grad=False))
         yield
     finally:
-        for name, parameter in draft.named_parameters():
-            parameter.data = own[name]
+        for name, parameter in own.items():
+            _put(draft, name, parameter)
+
+
+def _put(draft: nn.Module, name: str, tensor: Tensor) -> None:
+    """A parameter or buffer in place of the one of this name."""
+    owner, _, own = name.rpartition(".")
+    setattr(draft.get_submodule(owner), own, tensor)
 
 
 class LossPoint(NamedTuple):

@@ -79,6 +79,7 @@ class DraftModule(lightning.LightningModule):
         if self.resumed is not None:
             optimizer.load_state_dict(optimizer_state_as(parameters, self.resumed.state["optimizer"]))
             scheduler.load_state_dict(self.resumed.state["scheduler"])
+            self.resumed = None  # on a GPU all of it was copied there, and the host would hold it until the end
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -108,8 +109,8 @@ class DraftModule(lightning.LightningModule):
     def transfer_batch_to_device(self, batch: MicroBatch, device: torch.device, dataloader_idx: int) -> MicroBatch:
         return batch.to(device)
 
-    def state(self, counters: dict[str, float]) -> TrainerState:
-        """The part of a checkpoint besides the weights. A collective operation of all ranks."""
+    def state(self, counters: dict[str, float], wanted: bool) -> TrainerState:
+        """The part of a checkpoint besides the weights; see `whole`."""
         scheduler: Any = self.lr_schedulers()
-        optimizer = whole(self.trainer.optimizers[0].state_dict())
+        optimizer = whole(self.trainer.optimizers[0].state_dict(), wanted)
         return TrainerState(optimizer=optimizer, scheduler=scheduler.state_dict(), counters=counters)

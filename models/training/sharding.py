@@ -44,9 +44,18 @@ def sync_gradients(draft: Draft, wanted: bool) -> None:
         draft.set_requires_gradient_sync(wanted)  # type: ignore[operator]
 
 
-def whole(value: Any) -> Any:
-    """Nested dicts, lists and tuples with every divided tensor put together. All ranks have to ask at the same time."""
-    return each_tensor(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, value)
+def whole(value: Any, wanted: bool) -> Any:
+    """Nested dicts, lists and tuples with every divided tensor put together, in the host's memory: one GPU has room for
+    one of them more, and not for all. All ranks have to ask at the same time; those that want nothing keep their parts.
+    """
+
+    def put_together(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        together = tensor.full_tensor()
+        return together.cpu() if wanted else tensor
+
+    return each_tensor(put_together, value)
 
 
 def divided_as(like: Tensor, value: Tensor) -> Tensor:

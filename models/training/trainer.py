@@ -72,7 +72,7 @@ def open_trainer(run: PreparedRun, control: Control) -> "DraftTrainer":
         module=module,
         stream=stream,
         progress=ProgressReporter(run, ledger, control, stream.times, draft.positions, counters),
-        heldout=HeldoutWalk(run, draft, divided=settings.sharded and control.world > 1),
+        heldout=HeldoutWalk(run, draft, divided=settings.sharded and control.world > 1 and control.rank == 0),
         saver=checkpoints.CheckpointSaver(run.folder, ledger, resume.incarnation, settings.keep_checkpoints),
         token_coverage=token_coverage,
     )
@@ -144,7 +144,7 @@ class DraftTrainer(Callback):
         self.progress.step_done(batch.step_tokens)
         if self.heldout.due(self.step):
             self.progress.check_finite(self.step)
-            averaged = whole(self.module.averaged)
+            averaged = whole(self.module.averaged, wanted=self.control.rank == 0)
             if self.control.rank == 0:
                 self.progress.heldout = self.heldout.measure(averaged, self.module.device)
         if self.step % settings.log_steps == 0:
@@ -162,10 +162,10 @@ class DraftTrainer(Callback):
             return
         self.progress.check_finite(self.step)
         self.committed = self.step
-        module, run = self.module, self.run
-        weights, averaged = whole(module.draft.state_dict()), whole(module.averaged)
-        state = module.state(self.progress.counters())
-        if self.control.rank:
+        module, run, wanted = self.module, self.run, self.control.rank == 0
+        weights, averaged = whole(module.draft.state_dict(), wanted), whole(module.averaged, wanted)
+        state = module.state(self.progress.counters(), wanted)
+        if not wanted:
             return
         weights |= {checkpoints.VOCABULARY: module.draft.vocabulary.target_ids}
         self.saver.save(

@@ -76,9 +76,10 @@ def compared(result: BenchmarkResult) -> str:
     served = result.champion_on(result.traffic)
     if served is None:
         return f"{text}; there was no draft in service to compare it with."
-    champion = served.length[at]
+    own = at if at in served.length else max(served.length)
+    champion, where = served.length[own], "" if own == at else f" at lookahead {own}"
     difference = signed(result.length / champion - 1)
-    text += f"; against the draft in service, which reaches {champion:.2f}, the difference is {difference}"
+    text += f"; against the draft in service, which reaches {champion:.2f}{where}, the difference is {difference}"
     return (
         f"{text}."
         if gate.against in UNTRAINED

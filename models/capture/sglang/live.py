@@ -103,7 +103,7 @@ class Attachment(Generic[Captures]):
         if not wants(self._rule, request):
             return
         prompt, longest = tuple(request.origin_input_ids), self._rule.longest
-        text = LiveText(prompt=prompt, answer=tuple(request.output_ids)[: longest - len(prompt)])
+        text = LiveText(prompt=prompt, answer=answer_of(request)[: longest - len(prompt)])
         if not self._texts:
             self._since = max(self._since, time.monotonic())
         self._passed_over += len(self._texts) == QUEUED
@@ -184,6 +184,11 @@ def _custom(request: Any) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
+def answer_of(request: Any) -> tuple[int, ...]:
+    """What the user got: a verification step may have gone on after the end of the answer."""
+    return tuple(request.output_ids_through_stop)
+
+
 def wants(rule: LiveRule, request: Any) -> bool:
     """Whether a rule wants a request of SGLang's that has finished.
 
@@ -194,7 +199,7 @@ def wants(rule: LiveRule, request: Any) -> bool:
     more = request.multimodal_inputs is not None or request.input_embeds is not None or request.lora_id is not None
     if own or aborted or more or (rule.tenants and request.routing_key not in rule.tenants):
         return False
-    asked, answered, steps = len(request.origin_input_ids), len(request.output_ids), request.spec_verify_ct
+    asked, answered, steps = len(request.origin_input_ids), len(answer_of(request)), request.spec_verify_ct
     if answered < 2 or asked + 2 > rule.longest:
         return False
     if rule.acceptance_at_most is not None and steps and answered / steps > rule.acceptance_at_most:

@@ -29,13 +29,14 @@ from models.benchmark.harness_result import table as table_of
 from models.benchmark.measure import walk_decoded
 from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run, lines, tables, terminal_table
-from models.benchmark.served import serve, served_answers, speculative_arguments
-from models.benchmark.smoke import benchmarked_prompts, smoke_test
+from models.benchmark.served import serve, served_answers, served_at, speculative_arguments
+from models.benchmark.smoke import smoke_test
 from models.benchmark.standalone import bench
 from models.benchmark.step_costs import time_steps
 from models.checkpoint import AVERAGED, DRAFT, VOCABULARY, DraftDescription
 from models.config.bench_arguments import bench_parser
 from models.config.benchmark import TrafficConfig
+from models.config.dflash import DFlashConfig
 from models.config.eagle3 import Eagle3Config
 from models.config.recipe import RunConfig
 from models.data.prepare import prepare_samples
@@ -44,13 +45,14 @@ from models.decoding.acceptance import AcceptedCounts, summarise
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.simulated import features, simulate
 from models.decoding.speculative import speculate, speculate_together
+from models.drafts.base import Draft
 from models.drafts.certain import ProposesCertainly
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.serving_settings import GOODPUT, SERVING, SGLANG
 from models.export.sglang import export_checkpoint, load_draft
-from models.run import PreparedRun
+from models.run import PreparedRun, RunWithTarget
 
 VOCABULARY_SIZE = 80
 
@@ -100,12 +102,16 @@ def export(target: Path, folder: Path, layers: tuple[int, ...], seed: int) -> Pa
     config = Eagle3Config(vocab_size=60, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, ttt_steps=2)
     vocabulary = DraftVocabulary(torch.arange(2, 62), VOCABULARY_SIZE)
     draft = build_draft(config, torch.zeros(VOCABULARY_SIZE, 32), vocabulary, layers)
+    return export_draft(draft, target, folder)
+
+
+def export_draft(draft: Draft, target: Path, folder: Path) -> Path:
     checkpoint = folder.with_name(f"{folder.name}-checkpoint")
     checkpoint.mkdir(parents=True, exist_ok=True)
-    save_file({**draft.state_dict(), VOCABULARY: vocabulary.target_ids}, checkpoint / AVERAGED)
+    save_file({**draft.state_dict(), VOCABULARY: draft.vocabulary.target_ids}, checkpoint / AVERAGED)
     description = DraftDescription(
-        config=config.model_dump(),
-        aux_layer_ids=layers,
+        config=draft.config.model_dump(),
+        aux_layer_ids=draft.aux_layer_ids,
         target_path=str(target),
         target_revision="r",
         target_vocab_size=VOCABULARY_SIZE,
@@ -450,12 +456,8 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
     assert smoke.passed, smoke.reason
     without = smoke_test(run, run.folder.export, counts.model_copy(update={"texts": ()}))
     assert without == smoke, "in float32 the target writes the same text again"
-    # A version that waits for approval is tested long after its benchmark, when data.source holds other text.
-    shorter = config.model_copy(update={"prompt_tokens": 3})
-    other = replace(run, config=run.config.model_copy(update={"benchmark": shorter}))
-    assert benchmarked_prompts(other, counts) == counts.prompts
-    assert benchmarked_prompts(other, counts.model_copy(update={"prompts": ()})) != list(map(list, counts.prompts))
-    assert smoke_test(other, run.folder.export, counts) == smoke
+    # A version that waits for approval is tested long after its benchmark, when its text may be gone.
+    assert smoke_test(RunWithTarget(run.folder, run.config, run.target), run.folder.export, counts) == smoke
     worse = {config.lookahead: tuple((tokens, 2 * steps) for tokens, steps in counts.greedy[config.lookahead])}
     assert not smoke_test(run, run.folder.export, counts.model_copy(update={"greedy": worse})).passed
 
@@ -486,6 +488,46 @@ def test_sglang_has_its_gpus_to_itself(run: PreparedRun, target: Path, text: Pat
     with pytest.raises(LoadedError):
         bench(options([*arguments, "--engines", "reference,sglang"]))
     assert order == ["serve", "load"] * 2
+
+
+def dflash(target: Path, folder: Path) -> Path:
+    """An untrained draft of a block of 16, exported."""
+    config = DFlashConfig(
+        num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, layer_types=("full_attention",), mask_token_id=5
+    )
+    torch.manual_seed(3)
+    every = DraftVocabulary(torch.arange(VOCABULARY_SIZE), VOCABULARY_SIZE)
+    return export_draft(build_draft(config, torch.zeros(VOCABULARY_SIZE, 32), every, (0, 2)), target, folder)
+
+
+def test_a_champion_of_longer_blocks_than_the_recipe_looks_ahead_is_compared_as_it_is_served(
+    run: PreparedRun, target: Path, tmp_path: Path
+) -> None:
+    champion = dflash(target, tmp_path / "champion")
+    assert served_at(champion, run.config.benchmark.lookahead) == 15 > run.config.benchmark.max_lookahead
+    result = benchmark_run(run, champion, "version 7")
+    assert result.goodput is not None
+    assert result.goodput.champion is not None
+    assert {best.lookahead for best in result.goodput.champion.rows} <= {0, 15}
+    assert result.champion is not None
+    assert max(result.champion.length) == 15
+    assert max(result.acceptance.length) == run.config.benchmark.max_lookahead
+
+
+@pytest.mark.parametrize("proposals", ["greedy", "drawn"])
+def test_the_drift_test_s_reference_is_of_proposals_as_they_are_served(run: PreparedRun, proposals: str) -> None:
+    settings = run.config.benchmark.model_copy(update={"sampled_proposals": proposals, "max_new_tokens": 48})
+    config = run.config.model_copy(update={"benchmark": settings})
+    result = benchmark_run(replace(run, config=config), None, "champion")
+    at, counts = settings.lookahead, RequestCounts.read(run.folder.request_counts)
+    own, drawn = result.sampled, result.sampled_drawn
+    assert own is not None
+    assert drawn is not None
+    steps = sum(row[1] for row in counts.sampled[at])
+    cut = counts.conditions.prompts
+    expected = {"greedy": own.steps[at], "drawn": drawn.steps[at]}
+    assert expected[proposals] - 0.5 <= steps <= expected[proposals] + cut + 0.5
+    assert (steps % 1 > 0) == (proposals == "drawn"), "steps are expected where proposals are drawn"
 
 
 def test_the_sampled_reference_can_be_left_out(run: PreparedRun):

@@ -5,10 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from infra.records.data_path import TargetRecord
-from models.targets.model import TargetModel
+from models.targets.model import TargetModel, eos_ids
+from tests.models.chat_templates import CHATML, make_tokenizer
 
 SIZES = {
     "vocab_size": 97,
@@ -90,3 +99,18 @@ def test_cached_steps_and_right_padding_equal_one_forward(folder: Path, tokens: 
 def test_layer_ids_beyond_the_target_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"the target has layers 0\.\."):
         TargetModel.load(folder, [1, 40], torch.float32)
+
+
+def test_a_target_s_text_ends_where_any_of_its_files_says(tmp_path: Path) -> None:
+    """Fine-tunes often name the end of a turn in one file, and keep the base model's end of text in the others."""
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.save_pretrained(tmp_path)
+    turn, end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
+    LlamaConfig(eos_token_id=end).save_pretrained(tmp_path)
+    assert eos_ids(tmp_path) == {turn, end}
+    GenerationConfig(eos_token_id=[end, 7]).save_pretrained(tmp_path)
+    assert eos_ids(tmp_path) == {turn, end, 7}
+    (tmp_path / "tokenizer_config.json").unlink()
+    LlamaConfig(eos_token_id=None).save_pretrained(tmp_path)
+    assert eos_ids(tmp_path) == {end, 7}

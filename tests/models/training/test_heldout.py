@@ -99,7 +99,7 @@ def test_a_run_too_short_to_be_measured_makes_no_texts(make_run):
 
 def fail_in_the_middle(draft: torch.nn.Module) -> None:
     zeros = {name: torch.zeros_like(parameter) for name, parameter in draft.named_parameters()}
-    with weights_of(draft, zeros):  # type: ignore[arg-type]
+    with weights_of(draft, zeros, torch.device("cpu")):  # type: ignore[arg-type]
         assert not any(p.any() for p in draft.parameters())
         raise RuntimeError("in the middle")
 

@@ -1,5 +1,8 @@
 """A whole training on the emulated accelerator, checkpoints and resume included."""
 
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,16 @@ from safetensors.torch import load_file
 from infra.files.run_folder import RunFolder
 from models import checkpoint as checkpoints
 from models.capture import plain_engine
+from models.config.eagle3 import Eagle3Config
+from models.config.training import TrainingConfig
+from models.drafts.base import TargetProjection
+from models.drafts.eagle3.module import Eagle3Draft
+from models.drafts.vocabulary import DraftVocabulary
 from models.run import PreparedRun
 from models.training import start as training_start
 from models.training import trainer
 from models.training.control import Control
+from models.training.heldout import HeldoutWalk
 from models.training.lightning_module import DraftModule
 
 SHORT = ("data.max_samples=12", "data.max_tokens=48", "training.max_steps=4", "training.log_steps=2")
@@ -186,3 +195,44 @@ def test_the_plain_engine_captures_on_a_device(make_run, accelerator) -> None:
     engine.transport.get(record, run.layout.views(captured))
     torch.testing.assert_close(captured.aux, expected.aux[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(captured.last, expected.last[0], rtol=1e-4, atol=1e-4)
+
+
+def tensors_on_the_device() -> int:
+    gc.collect()
+    return sum(isinstance(found, torch.Tensor) and found.device == DEVICE for found in gc.get_objects())
+
+
+@pytest.fixture
+def small_draft() -> Eagle3Draft:
+    config = Eagle3Config(vocab_size=64, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=32, ttt_steps=2)
+    return Eagle3Draft(config, torch.randn(128, 32), DraftVocabulary(torch.arange(64), 128), (0, 1, 2))
+
+
+def test_the_copy_of_a_divided_draft_holds_nothing_on_the_device_but_what_is_measured(
+    small_draft: Eagle3Draft, make_run: Callable[..., RunFolder]
+) -> None:
+    walk = HeldoutWalk(PreparedRun.open(make_run("run", *OFTEN).path), small_draft, divided=True)
+    with emulated_device():
+        trained = small_draft.to(DEVICE)
+        before = tensors_on_the_device()
+        walk.measure({name: weight.detach().cpu() for name, weight in trained.named_parameters()}, DEVICE)
+        assert tensors_on_the_device() == before
+
+
+def test_a_restored_checkpoint_leaves_the_host_once_it_is_on_the_device(small_draft: Eagle3Draft) -> None:
+    with emulated_device():
+        draft = small_draft.to(DEVICE)
+        projection = TargetProjection(torch.randn(64, 32, device=DEVICE), None, 1.0, None)
+        first = DraftModule(draft, projection, TrainingConfig(), 100)
+        configured = first.configure_optimizers()
+        for parameter in draft.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        configured["optimizer"].step()
+        state = {"optimizer": configured["optimizer"].state_dict()}
+        state |= {"scheduler": configured["lr_scheduler"]["scheduler"].state_dict(), "counters": {}}
+        restored = checkpoints.Restored(checkpoints.on_host(first.averaged), checkpoints.on_host(state))
+        alive = [weakref.ref(tensor) for tensor in restored.averaged.values()]
+        second = DraftModule(draft, projection, TrainingConfig(), 100, resumed=restored)
+        del restored
+        second.configure_optimizers()
+        assert not any(tensor() is not None for tensor in alive)

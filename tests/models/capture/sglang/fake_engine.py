@@ -73,6 +73,8 @@ class FakeRequest:
     key: str | None = ""
     """Empty: named after the request; None: not captured."""
     output_ids: list[int] = field(default_factory=list)
+    finished_len: int | None = None
+    """Output tokens up to the end of the answer; the step that held the end may have added more."""
     max_new_tokens: int = 1
     ended: bool = False
     aborted: bool = False
@@ -89,6 +91,10 @@ class FakeRequest:
     @property
     def origin_input_ids(self) -> list[int]:
         return [0] * self.length
+
+    @property
+    def output_ids_through_stop(self) -> list[int]:
+        return self.output_ids[: self.finished_len]
 
     @property
     def sampling_params(self) -> Any:

@@ -140,6 +140,17 @@ def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: Liv
     tap.close()
 
 
+def test_what_a_verification_step_adds_after_the_end_is_not_learned(
+    live: Live[Recorder], place: LiveServerConfig
+) -> None:
+    tap = Tap(place, wanted())
+    live.offer(user_request("a", 10, output_ids=[20, 21, 22, 2, 55, 56], finished_len=4))
+    taken = tap.take()
+    assert taken.text is not None
+    assert taken.text.answer == (20, 21, 22, 2)
+    tap.close()
+
+
 def test_texts_wait_for_a_moment_in_which_nobody_is_served(place: LiveServerConfig) -> None:
     busy = threading.Event()
     busy.set()
