@@ -33,12 +33,16 @@ def draft(version: int, *aliases: str) -> RegisteredDraft:
 
 
 def found(
-    *all_series: Series, leading: Leading | None, config: WatchConfig = CONFIG, champion: int = 2
+    *all_series: Series,
+    leading: Leading | None,
+    config: WatchConfig = CONFIG,
+    champion: int = 2,
+    newest: int | None = None,
 ) -> DriftFinding:
     """What is found of the last of them."""
     record = TrafficRecord(draft="d", series=all_series, leading=leading)
     served = all_series[-1]
-    return assess(record, served, draft(served.served.version), draft(champion), TEST, config)
+    return assess(record, served, draft(served.served.version), draft(champion), TEST, config, newest)
 
 
 @pytest.mark.parametrize(
@@ -114,21 +118,22 @@ def test_a_version_is_not_retrained_before_a_day_was_seen():
 
 
 def test_a_fall_that_was_made_known_is_no_reason_to_train_again():
-    """Whatever became of the retraining, unless there is a further fall."""
+    """Whatever became of the version that was trained, unless there is a further fall."""
     leading = Leading(version=2, since=0.0)
     first = found(series(2, 0, *[2.4] * 40, *[2.0] * 40, each_s=HOUR_S), leading=leading)
     assert first.event == "drifted"
     assert first.due
-    known = first.series.with_announced(first.due)
+    known = first.series.with_announced(first.due, 2)
     assert known.fallen_to == pytest.approx(2.0)
 
-    def later(length: float) -> DriftFinding:
+    def later(length: float, newest: int = 3) -> DriftFinding:
         """Two weeks after it, at this length."""
         more = series(2, 80, *[length] * 14 * 24, each_s=HOUR_S).windows
-        return found(known.model_copy(update={"windows": (*known.windows, *more)}), leading=leading)
+        return found(known.model_copy(update={"windows": (*known.windows, *more)}), leading=leading, newest=newest)
 
     same = later(1.97)
     assert same.verdict.alarms[-1] > 80
     assert (same.event, same.due) == (None, None)
     assert same.held == "it has not fallen further than to the 2.00 of the alarm before"
     assert later(1.85).event == "drifted"
+    assert later(1.97, newest=2).event == "drifted", "the retraining failed"

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
 from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.traffic import KEEP_SERIES, TrafficRecord, TrafficStore, is_prompt_sample, judge
+from infra.drift.traffic import (
+    KEEP_SERIES,
+    TrafficRecord,
+    TrafficStore,
+    is_prompt_sample,
+    judge,
+    prompts_are_gone,
+)
 from tests.infra.drift.test_series import TEST, counted
 
 A, B, C = "http://a:30000", "http://b:30000", "http://c:30000"
@@ -251,6 +258,7 @@ def test_prompts_stand_beside_the_record_until_they_are_old(store: TrafficStore,
     sample.parent.mkdir()
     sample.write_text("{}\n")
     address = store.keep_prompts("d", sample)
+    assert not prompts_are_gone(address)
     assert not sample.exists()
     assert is_prompt_sample(address)
     assert address.endswith("/d/prompts-0123456789ab.jsonl")
@@ -260,6 +268,8 @@ def test_prompts_stand_beside_the_record_until_they_are_old(store: TrafficStore,
     assert store.remove_prompts("d", 60, now + 59 * 86_400) == []
     assert len(store.remove_prompts("d", 60, now + 61 * 86_400)) == 1
     assert store.remove_prompts("d", 60, now + 61 * 86_400) == []
+    assert prompts_are_gone(address)
+    assert not prompts_are_gone(str(tmp_path / "own.jsonl")), "not users' prompts"
 
 
 @pytest.mark.parametrize(("folder", "mode"), [(0o2770, 0o640), (0o770, 0o600)])
