@@ -14,7 +14,8 @@ class RequestLogConfig(StrictConfig):
 
     folder: Address = Field(
         description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
-        "`messages` or `prompt` as in OpenAI's API. SGLang's own files (--export-metrics-to-file) are read, too."
+        "`messages` or `prompt` as in OpenAI's API. Of SGLang's own files (--export-metrics-to-file) requests to "
+        "/generate are read; of chats they hold token ids alone, so log these at your gateway."
     )
     hours: float = Field(default=168.0, gt=0, le=100_000, description="Maximum age of the files, in hours.")
     prompts: int = Field(

@@ -13,8 +13,9 @@ from infra.refusal import Refusal
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.encoded import EncodedSample
 from models.data.prepare import recipe_data
+from models.data.rendered_turns import read_back
 from models.data.tokenizer import read_tokenizer
-from models.run import RunWithTarget
+from models.run import PreparedRun, RunWithTarget
 
 FindPrivate = Callable[[Sequence[str]], set[str]]
 
@@ -42,7 +43,8 @@ class LiveFilter:
     """Leaves out what may not be learned, and counts it.
 
     Args:
-        run: whose recipe names what to leave out.
+        run: whose recipe names what to leave out. Where its samples are prepared, dialogues that are held out are left
+            out, too: those with the same first question, as in any other source.
         find: kinds of private data in texts.
         known: content hashes of samples that the run has.
     """
@@ -51,6 +53,9 @@ class LiveFilter:
         self._tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
         self._excluded = BenchmarkPrompts(read_excluded_prompts(recipe_data(run.config).exclude))
         self._find, self._known, self._data = find, set(known), run.config.data
+        heldout = run.open_samples("heldout") if isinstance(run, PreparedRun) else ()
+        held = (heldout[at].tokens.tolist() for at in range(len(heldout)))
+        self._heldout = {read_back(self._tokenizer, tokens).dialogue_hash for tokens in held}
         self.left_out: Counter[str] = Counter()
 
     def learned(self, text: LiveText) -> Learned | None:
@@ -75,11 +80,15 @@ class LiveFilter:
         if (name := text.encoded().id) in self._known:
             return {"duplicate"}
         self._known.add(name)
+        dialogue = read_back(self._tokenizer, text.tokens)
+        if dialogue.dialogue_hash in self._heldout:
+            return {"held out"}
         # Asked and answered apart: neither hides what stands at the other's edge. And together, as it is kept.
         parts = [self._text(part) for part in (text.tokens, text.tokens[: text.prompt], text.tokens[text.prompt :])]
         if private := self._find(parts):
             return private
-        return {"benchmark's prompt"} if self._excluded.occur_in(parts[1:]) else set()
+        opening = read_back(self._tokenizer, text.tokens[: text.prompt]).opening
+        return {"benchmark's prompt"} if self._excluded.occur_in(parts[1:], opening) else set()
 
     def _text(self, tokens: Sequence[int]) -> str:
         decoded: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -15,13 +15,24 @@ from infra.quantities import plural
 from infra.refusal import Refusal
 from models.config.data import LIVE, NO_TEMPLATE, DataConfig
 from models.config.recipe import read_config
-from models.data.conversations import PYTHON_DOCS, training_documents
+from models.data.conversations import PYTHON_DOCS, Document, training_documents
 from models.data.kinds import Selection
+from models.data.message import sent_back
 from models.data.sources import find_source
 from models.progress_bars import counting
 
 SHOWN_SUFFIXES = 5
 """Most suffixes of unread files in a message."""
+
+_LACKING = {
+    "answer": "without a turn of the assistant: nothing of them is learned; data.regeneration={} lets the target "
+    "answer them",
+    "reasoning": "with reasoning before the last answer alone, as in logs of requests: the earlier answers are not "
+    "learned, because the target reasons before it answers",
+    "end": "with an answer that was cut: it is learned without an end",
+    "answer after its reasoning": "with an answer that was cut inside its reasoning or a tool call: it is not learned",
+}
+"""What the answers of a conversation may lack, and the rest of a warning that begins with their number."""
 
 
 class DataCheck(NamedTuple):
@@ -59,7 +70,7 @@ def check_data(config: DataConfig) -> DataCheck:
     template cannot take.
     """
     kinds, roles, broken = Counter[str](), Counter[str](), list[str]()
-    silent = 0
+    traits = Counter[str]()
     for document in counting(training_documents(config, broken), "checking data"):
         kinds[document.kind] += 1
         if document.plain and not document.tokens and config.chat_template != NO_TEMPLATE:
@@ -68,9 +79,9 @@ def check_data(config: DataConfig) -> DataCheck:
                 "(`data check`: --chat-template none), or give conversations"
             )
         roles.update(message.role for message in document.messages if not document.plain)
-        silent += not document.plain and all(message.role != "assistant" for message in document.messages)
+        traits.update(_traits(document, config))
     selection = None if config.source == PYTHON_DOCS else find_source(config.source).selection
-    return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, silent)), selection)
+    return DataCheck(kinds, roles, tuple(broken), tuple(_warnings(config, kinds, traits)), selection)
 
 
 def _files(selection: Selection) -> str:
@@ -84,17 +95,30 @@ def _files(selection: Selection) -> str:
     return f"files: {len(selection.names):,} read ({selection.format}){more}"
 
 
-def _warnings(config: DataConfig, kinds: Counter[str], silent: int) -> Iterator[str]:
+def _traits(document: Document, config: DataConfig) -> Iterator[str]:
+    """What the answers of a conversation lack, by the keys of `_LACKING`; nothing where the target answers anew."""
+    if document.plain or config.regeneration is not None:
+        return
+    if all(message.role != "assistant" for message in document.messages):
+        yield "answer"
+    if document.tokens or config.chat_template == NO_TEMPLATE:
+        return
+    if config.thinking != "strip" and sent_back(document.messages):
+        yield "reasoning"
+    cut = [message.learned for message in document.messages if message.cut]
+    if True in cut:
+        yield "end"
+    if False in cut:
+        yield "answer after its reasoning"
+
+
+def _warnings(config: DataConfig, kinds: Counter[str], traits: Counter[str]) -> Iterator[str]:
     if config.chat_template == NO_TEMPLATE and kinds["conversation"]:
         yield (
             f"data.chat_template=none: {plural(kinds['conversation'], 'conversation')} would be learned whole, with "
             "what users and system said; leave it out, and only what the assistant said is learned"
         )
-    if silent and config.regeneration is None:
-        yield (
-            f"{plural(silent, 'conversation')} without a turn of the assistant: nothing of them is learned; "
-            "data.regeneration={} lets the target answer them"
-        )
+    yield from (f"{plural(traits[trait], 'conversation')} {said}" for trait, said in _LACKING.items() if traits[trait])
 
 
 def main() -> None:

@@ -124,9 +124,10 @@ def mask_generated(
     """Tokens that the target itself generated in `document`; `mask_thinking`: without their reasoning."""
     ids, mask = tokens.ids, tokens.mask
     runs = runs_of(mask)
-    shown = str(tokenizer.decode(ids[mask].tolist(), skip_special_tokens=False))
+    answers = [str(tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)) for start, end in runs]
+    shown = squeezed("".join(answers))
     thoughts = [message.reasoning for message in document.messages if message.reasoning]
-    thinking = thinks(shown) or any(squeezed(thought) in squeezed(shown) for thought in thoughts)
+    thinking = any(map(thinks, answers)) or any(squeezed(thought) in shown for thought in thoughts)
     if mask_thinking and thinking:
         text, offsets = _decode(tokenizer, ids.tolist())
         spans = [(int(offsets[first, 0]), int(offsets[end - 1, 1])) for first, end in runs]

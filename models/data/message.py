@@ -1,10 +1,11 @@
 """One turn of a conversation, in the form that templates read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from models.data.media import IMAGE, Image
+from models.data.thinking import thinks
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Message:
     """The content's parts, if it was given as several texts."""
     learned: bool = True
     """Whether the draft may learn this answer."""
+    cut: bool = False
+    """Whether the answer was cut, for instance at a length limit: the target did not end it there."""
 
     def as_dict(self) -> dict[str, Any]:
         """The message as OpenAI's API has it; see ChatTemplate for what templates get of it."""
@@ -40,9 +43,28 @@ class Message:
         return tuple(call["function"]["name"] for call in self.more.get("tool_calls", ()))
 
     @property
+    def reasons(self) -> bool:
+        """Whether it holds reasoning, apart or in its content."""
+        return bool(self.reasoning.strip()) or thinks(self.content)
+
+    @property
     def is_empty(self) -> bool:
         """Whether it says, thinks and calls nothing."""
         return not (self.content.strip() or self.reasoning.strip() or self.more.get("tool_calls"))
+
+
+def sent_back(messages: Sequence[Message]) -> frozenset[int]:
+    """The turns of answers that a client sent back without their reasoning, as far as this can be told.
+
+    A request log holds the reasoning of the answer that was logged, perhaps also of the tool calls since the last
+    question, and of no answer before these. A target that reasons did not generate such earlier answers as they stand.
+    """
+    answers = [turn for turn, message in enumerate(messages) if message.role == "assistant"]
+    reasoned = [turn for turn in answers if messages[turn].reasons]
+    asked = max((turn for turn, message in enumerate(messages) if message.role == "user"), default=-1)
+    if not reasoned or reasoned[0] < asked or reasoned != answers[-len(reasoned) :]:
+        return frozenset()
+    return frozenset(answers[: -len(reasoned)])
 
 
 def joined(texts: tuple[str, ...] | list[str]) -> str:

@@ -36,6 +36,7 @@ from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.outcomes import SHOWN_REFUSALS, collect
 from models.data.parts import PARTS, EncoderSettings, outcomes_in_parts
 from models.data.prompts import heldout_prompts, suite_address
+from models.data.rendered_turns import read_back
 from models.data.sample_set import SampleSet, Split, read_manifest, write_sample_set
 from models.data.samples import SampleEncoder, Splits, divide
 from models.data.tokenizer import read_tokenizer
@@ -128,24 +129,29 @@ def check_unchanged(source: str, content: str, parts: Path | None = None) -> Non
 
 
 def prepare_live(run: RunFolder, config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
-    """The requests that were collected before the training: half are held out, half learned; and places for the others.
+    """The requests that were collected before the training: half are held out, the others are learned, without
+    dialogues that are held out; and places for those that come later.
 
     They stay in the run's folder: the cache would keep what users wrote.
     """
     folder, texts = run.path / "samples", []
+    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
     for line in run.live.read_text().splitlines():
         text = json.loads(line)
         tokens = np.array(text["input_ids"], dtype=np.int32)
         one = EncodedSample(tokens, np.arange(len(tokens)) >= text["prompt"], "", turns=1)
-        texts.append(replace(one, document=one.id))
+        texts.append(replace(one, document=read_back(tokenizer, text["input_ids"]).dialogue_hash))
     half, most = len(texts) // 2, config.max_samples
+    heldout = texts[half:]
+    held = {one.document for one in heldout}
+    # The canary needs a text to learn.
+    learned = [one for one in texts[:half] if one.document not in held] or texts[:half][:1]
     assert most is not None, "recipes with data.source=live say how many samples they learn"
     # A number in the first token tells the places apart; nobody reads it.
-    numbered = (np.pad(np.array([at], dtype=np.int32), (0, config.max_tokens - 1)) for at in range(most - half))
+    numbered = (np.pad(np.array([at], dtype=np.int32), (0, config.max_tokens - 1)) for at in range(most - len(learned)))
     whole = np.ones(config.max_tokens, dtype=bool)
     places = [EncodedSample(tokens, whole, "", turns=1, prompt=-1) for tokens in numbered]
-    splits = Splits(train=sorted((*texts[:half], *places), key=lambda one: one.id), heldout=texts[half:])
-    tokenizer: PreTrainedTokenizerBase = read_tokenizer(target.path)
+    splits = Splits(train=sorted((*learned, *places), key=lambda one: one.id), heldout=heldout)
     encoder = SampleEncoder(tokenizer, config, add_bos, tokenizer_hash=tokenizer_hash(Path(target.path)))
     template = NO_TEMPLATE if encoder.template is None else encoder.template.hash
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from models.data.chat_template import ChatTemplate, UnrenderableError
 from models.data.conversations import Document
 from models.data.media import IMAGE
-from models.data.message import Message
+from models.data.message import Message, sent_back
 from models.data.thinking import CLOSED, EMPTY_BLOCK, OPENED, Span, split_thinking, thinking_spans, thinks
 
 Turns = Literal["all", "last"]
@@ -44,15 +44,17 @@ class Rendering:
 def render_conversation(template: ChatTemplate, document: Document, turns: Turns = "all") -> list[Rendering]:
     """The texts that teach all answers of a conversation, or the last, of those that may be learned.
 
-    An answer before which nothing stands is never generated, so it is not learned, and neither is an empty one.
+    An answer before which nothing stands is never generated, so it is not learned, and neither is an empty one, or one
+    that a client sent back without its reasoning.
 
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     document = _with_reasoning_apart(template, document)
+    left_out = sent_back(document.messages) | {0}
     answers = [
         turn
         for turn, message in enumerate(document.messages)
-        if turn and message.role == "assistant" and message.learned and not message.is_empty
+        if turn not in left_out and message.role == "assistant" and message.learned and not message.is_empty
     ]
     renderings: list[Rendering] = []
     try:
@@ -132,7 +134,10 @@ def render_turn(template: ChatTemplate, document: Document, turn: int) -> Render
             f"the chat template changes or drops what the assistant said in turn {turn + 1} ({lost[0]!r:.60}): "
             "leave the conversation out, or correct the template"
         )
-    end = _stop(template, document, turn, text, spans[-1])
+    if message.cut:
+        end = _cut_off(template, turn, text, spans[-1], thought, answer)
+    else:
+        end = _stop(template, document, turn, text, spans[-1])
     shown = _says(generated, thought)
     if not shown and not answer and not message.tools_called:
         raise UnrenderableError(
@@ -227,6 +232,24 @@ def _closed(thought: str, rest: str) -> str:
     if rest.lstrip().startswith(CLOSED):
         return thought + rest.lstrip()
     return f"{thought}\n{CLOSED}\n\n" + rest.lstrip("\n")
+
+
+def _cut_off(template: ChatTemplate, turn: int, text: str, span: Span, thought: str, answer: str) -> str:
+    """`text` up to where an answer was cut: the template ends it as if the target had."""
+    start, end = span
+    if not thought and text[:start].rstrip().endswith(OPENED):
+        raise UnrenderableError(
+            f"the answer in turn {turn + 1} was cut, perhaps inside the reasoning that the chat template's prompt "
+            "begins: leave the conversation out"
+        )
+    marked = min([place for mark in template.ends if (place := text.find(mark, start, end)) >= 0], default=end)
+    place = text.rfind(answer, start, marked)
+    if place < 0:
+        raise UnrenderableError(
+            f"the answer in turn {turn + 1} was cut, and the chat template changes its white space: leave the "
+            "conversation out"
+        )
+    return text[: place + len(answer)]
 
 
 def _stop(template: ChatTemplate, document: Document, turn: int, text: str, span: Span) -> str:

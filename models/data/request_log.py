@@ -36,7 +36,8 @@ from models.data.tools import check_json, parsed
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
 EXPORTED = "sglang-request-metrics-"
-"""SGLang's own files, of --export-metrics-to-file."""
+"""SGLang's own files, of --export-metrics-to-file. They hold the text of requests to /generate alone."""
+IDS_ALONE = "with token ids alone (a chat in SGLang's own file: log requests at your gateway)"
 ASSUMED_LENGTH = 2.0
 """Tokens a step of a request whose steps were not logged."""
 HASHES = 2**128
@@ -64,7 +65,10 @@ def parse(line: bytes) -> Logged | str:
     try:
         logged = json.loads(line)
         if isinstance(logged, dict) and isinstance(logged.get("request_parameters"), str):  # SGLang's own file
-            logged = {**logged, "prompt": json.loads(logged["request_parameters"]).get("text")}
+            asked = json.loads(logged["request_parameters"])
+            logged = {**logged, "prompt": asked.get("text")}
+            if logged["prompt"] is None and asked.get("input_ids"):
+                return IDS_ALONE
     except (ValueError, AttributeError, RecursionError):
         return "not JSON"
     if not isinstance(logged, dict):

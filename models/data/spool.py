@@ -13,7 +13,6 @@ from models.data.encoded import EncodedSample
 
 DOCUMENT = 32
 """Characters of a document's name that are kept: half of the hexadecimal digits of its hash."""
-ID_BYTES = 16
 Numbers = NDArray[np.int64]
 
 

@@ -8,37 +8,44 @@ import re
 Span = tuple[int, int]
 """First character, and one past the last."""
 OPENED, CLOSED = "<think>", "</think>"
-_BLOCK = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
+_FIRST_BLOCK = re.compile(r"\s*(<think>.*?(?:</think>\s*|\Z))", re.DOTALL)
 """A block without an end extends to the end of the text."""
 EMPTY_BLOCK = re.compile(r"<think>\s*</think>\s*")
-_BEGUN = re.compile(r"<think>\s*(?!\s|</think>)\S")
 
 
 def without_thinking(text: str) -> str:
     """The answer without reasoning."""
-    return _BLOCK.sub("", text[_opened_before(text, 0, len(text)) :])
+    edges = [0, *(edge for span in thinking_spans(text, (0, len(text))) for edge in span), len(text)]
+    return "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
 def thinks(text: str) -> bool:
     """Whether a text contains reasoning; templates may write empty blocks, which do not count."""
-    inside = text[: _opened_before(text, 0, len(text))].rstrip().removesuffix(CLOSED)
-    return bool(inside.strip()) or _BEGUN.search(text) is not None
+    return any(_thoughts(text))
 
 
 def split_thinking(text: str) -> tuple[str, str]:
     """The reasoning of all blocks, without tags, and the answer."""
-    thoughts = [text[start:end].strip() for start, end in thinking_spans(text, (0, len(text)))]
-    return "\n".join(thought.removeprefix(OPENED).removesuffix(CLOSED).strip() for thought in thoughts), (
-        without_thinking(text)
-    )
+    return "\n".join(_thoughts(text)), without_thinking(text)
 
 
 def thinking_spans(text: str, span: Span) -> list[Span]:
-    """The blocks inside a span of `text`, in order, with their tags and the white space after them."""
+    """The blocks that a span of `text` begins with, in order, with their tags and the white space after them.
+
+    A tag anywhere else is part of the answer: answers speak of `<think>`, too.
+    """
     start, end = span
     closed = _opened_before(text, start, end)
-    opened_before = [(start, closed)] if closed > start else []
-    return [*opened_before, *(match.span() for match in _BLOCK.finditer(text, closed, end))]
+    spans = [(start, closed)] if closed > start else []
+    while block := _FIRST_BLOCK.match(text, spans[-1][1] if spans else start, end):
+        spans.append(block.span(1))
+    return spans
+
+
+def _thoughts(text: str) -> list[str]:
+    """The reasoning in each block, without tags."""
+    blocks = (text[start:end].strip() for start, end in thinking_spans(text, (0, len(text))))
+    return [block.removeprefix(OPENED).removesuffix(CLOSED).strip() for block in blocks]
 
 
 def _opened_before(text: str, start: int, end: int) -> int:

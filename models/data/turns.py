@@ -8,9 +8,10 @@ from typing import Any
 from infra.refusal import Refusal
 from models.data.media import medium, seen_turns
 from models.data.message import Message, joined
+from models.data.thinking import without_thinking
 from models.data.tools import calls_of, parsed
 
-_ROLES = {
+ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
@@ -20,6 +21,8 @@ _KEYS = ("conversations", "messages", "conversation")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged. SGLang drops them from a user's turns."""
+_CUT = frozenset(("length", "max_tokens", "model_context_window_exceeded", "content_filter", "abort", "error"))
+"""Reasons, in OpenAI's API, Anthropic's and those of engines, for which an answer stops before its end."""
 Turn = dict[str, Any]
 """A turn with `role`, one of the roles of Message, `content`, a text or parts that are text or media, and `number`."""
 
@@ -37,8 +40,14 @@ def turns_of(place: str, record: Mapping[str, Any]) -> list[Turn]:
     lists = (parsed(record[key]) for key in _KEYS if record.get(key) is not None)
     given: list[Any] = next((turns for turns in lists if isinstance(turns, list) and turns), [])
     turns = [turn for number, one in enumerate(given, start=1) for turn in _in_openai_form(place, number, one)]
-    if turns and turns[-1]["role"] != "assistant" and (answer := _logged_answer(record)) is not None:
-        turns += _in_openai_form(place, len(given) + 1, answer)
+    if not turns:
+        return turns
+    begun = turns[-1]["role"] == "assistant"
+    if (answer := _logged_answer(record, begun)) is not None:
+        answered = _in_openai_form(place, len(given) + 1, answer)
+        turns = [*turns[:-1], _continued(turns[-1], answered[-1], record)] if begun else [*turns, *answered]
+    if turns[-1]["role"] == "assistant" and _was_cut(record):
+        turns[-1] = {**turns[-1], "finish_reason": "length"}
     return turns
 
 
@@ -62,8 +71,11 @@ def messages_of(place: str, record: Mapping[str, Any], turns: Sequence[Turn], me
     return (*(prompt for prompt in prompts if prompt.content.strip()), *messages)
 
 
-def _logged_answer(record: Mapping[str, Any]) -> Turn | None:
-    """The answer beside a logged request: in `choices`, or in a `response` that has them, is a message or a text."""
+def _logged_answer(record: Mapping[str, Any], begun: bool) -> Turn | None:
+    """The answer beside a logged request: in `choices`, or in a `response` that has them, is a message or a text.
+
+    `begun`: the turns end with an answer. A text beside it may be anything, and is then none.
+    """
     response = record.get("response")
     known = parsed(response)
     for holder in (record, known):
@@ -73,16 +85,41 @@ def _logged_answer(record: Mapping[str, Any]) -> Turn | None:
         if isinstance(answer, dict):
             break
     else:
-        answer = known if isinstance(known, dict) else {"content": response}
+        answer = known if isinstance(known, dict) else {} if begun else {"content": response}
     said = any(answer.get(key) for key in ("content", "tool_calls", "function_call"))
+    if not said and _was_cut(record) and any(answer.get(key) for key in _REASONING_KEYS):
+        return {**answer, "role": "assistant", "content": ""}
     return {**answer, "role": "assistant"} if said else None
+
+
+def _continued(begun: Turn, answer: Turn, record: Mapping[str, Any]) -> Turn:
+    """An answer whose beginning stands in the request (a prefill), with the rest that the target gave."""
+    contents = [turn["content"] for turn in (begun, answer)]
+    if begun.get("tool_calls") or any(medium(part) for one in contents if isinstance(one, list) for part in one):
+        return begun
+    first, rest = (one if isinstance(one, str) else joined([part["text"] for part in one]) for one in contents)
+    # Some servers repeat the beginning (vLLM's `echo`), and some logs add the answer to the turns.
+    whole = rest if record.get("echo") or rest.strip() == first.strip() else first + rest
+    return {**begun, **answer, "content": whole, "number": begun["number"]}
+
+
+def _was_cut(record: Mapping[str, Any]) -> bool:
+    """Whether a log says that the answer was cut."""
+    holders = [one for one in (record, parsed(record.get("response"))) if isinstance(one, dict)]
+    choices = [parsed(holder.get("choices")) for holder in holders]
+    firsts = [one[0] for one in choices if isinstance(one, list) and one and isinstance(one[0], dict)]
+    return any(_names_a_cut(one.get(key)) for one in [*holders, *firsts] for key in ("finish_reason", "stop_reason"))
+
+
+def _names_a_cut(reason: Any) -> bool:
+    return isinstance(reason, str) and reason.lower() in _CUT
 
 
 def _in_openai_form(place: str, number: int, given: Any) -> list[Turn]:
     """One turn as turns of OpenAI's API: Anthropic's may have results of tools among their parts."""
     where, turn = f"{place}: turn {number}", given if isinstance(given, dict) else {}
     name = turn.get("role", turn.get("from"))
-    role = _ROLES.get(str(name).lower())
+    role = ROLES.get(str(name).lower())
     content = turn["content"] if turn.get("content") is not None else turn.get("value")
     if role == "tool" and not (content is None or isinstance(content, str) or _are_parts(content)):
         content = json.dumps(content, ensure_ascii=False)
@@ -94,7 +131,7 @@ def _in_openai_form(place: str, number: int, given: Any) -> list[Turn]:
             f"{where} needs 'role' and 'content' (text), or 'from' and 'value': correct it; got {given!r:.80}"
         )
     if role is None:
-        raise Refusal(f"{where} has the role {name!r}; known are {sorted(_ROLES)}: rename it")
+        raise Refusal(f"{where} has the role {name!r}; known are {sorted(ROLES)}: rename it")
     turn = {**turn, "role": role, "content": content, "number": number}
     if str(name).lower() == "function_call":  # LLaMA-Factory's
         calls = parsed(content)
@@ -151,6 +188,9 @@ def _message(place: str, turn: Turn) -> Message:
     if not all(isinstance(value, str) for value in more.values()):
         raise Refusal(f"{place}: {' and '.join(more)} must be text: correct or remove it")
     thoughts = [turn[key] for key in _REASONING_KEYS if isinstance(turn.get(key), str)]
+    cut = role == "assistant" and _names_a_cut(turn.get("finish_reason"))
+    # Templates close a cut call, and reasoning that was cut, as if the target had gone on.
+    torn = cut and (bool(calls) or not without_thinking(joined(texts)).strip())
     return Message(
         role,
         joined(texts),
@@ -158,7 +198,8 @@ def _message(place: str, turn: Turn) -> Message:
         more=more | ({"tool_calls": calls} if calls else {}),
         # SGLang joins the parts of a tool's result for every template.
         texts=tuple(texts) if len(texts) > 1 and role != "tool" else (),
-        learned=turn.get("weight") != 0,  # OpenAI's fine-tuning format
+        learned=turn.get("weight") != 0 and not torn,  # OpenAI's fine-tuning format
+        cut=cut,
     )
 
 

@@ -8,15 +8,17 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from infra.files.run_folder import RunFolder
-from infra.records.data_path import TargetRecord
+from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.records.live import LiveText
 from infra.refusal import Refusal
 from models.capture.live_texts import LiveFilter
 from models.config.recipe import load_recipe
 from models.data.private_data import find_private_data
-from models.data.sample_set import SampleSet
+from models.data.sample_set import SampleSet, write_sample_set
+from models.data.samples import Splits
 from models.data.tokenizer import read_tokenizer
-from models.run import RunWithTarget
+from models.run import PreparedRun, RunWithTarget
+from tests.models.chat_templates import FAMILIES
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 LIVE = "{servers: [{address: 'http://127.0.0.1:1', socket: /run/a}], consent: users agreed, retention_days: 1}"
@@ -101,6 +103,71 @@ def test_benchmark_prompts_are_left_out(
     left_out = make_filter(f'data.exclude=["{tmp_path}/prompts.jsonl"]')
     assert left_out.learned(as_text(question, "Seventy two clips")) is None
     assert left_out.left_out["benchmark's prompt"] == 1
+
+
+CHATS = ("chatml", "llama3", "gemma3", "mistral", "r1", "glm4")
+
+
+def rendered(family: str, *turns: tuple[str, str], answer: str) -> LiveText:
+    template = FAMILIES[family].open()
+    tokenizer: Any = template.tokenizer
+    asked = template.render([{"role": role, "content": said} for role, said in turns], prompt=True)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, answer + template.ends[0])]
+    return LiveText(prompt=tuple(ids[0]), answer=tuple(ids[1]))
+
+
+@pytest.fixture
+def chat_target(tiny_target: TargetRecord, tmp_path: Path) -> Callable[[str], TargetRecord]:
+    """A target with the tokenizer of a family; nothing else of it is read."""
+
+    def make(family: str) -> TargetRecord:
+        FAMILIES[family].open().tokenizer.save_pretrained(tmp_path / "target")
+        return tiny_target.model_copy(update={"path": str(tmp_path / "target")})
+
+    return make
+
+
+@pytest.mark.parametrize("family", CHATS)
+def test_short_benchmark_prompts_are_found_in_rendered_chats(
+    chat_target: Callable[[str], TargetRecord], tmp_path: Path, family: str
+) -> None:
+    """As in other training text: what is asked first, word for word."""
+    (tmp_path / "prompts.jsonl").write_text('{"question": "How do I reset my password?"}\n')
+    settings = [*SETTINGS, "data.max_tokens=512", f'data.exclude=["{tmp_path}/prompts.jsonl"]']
+    run = RunWithTarget(RunFolder(tmp_path), load_recipe(TINY, settings), chat_target(family))
+    left_out, asked = LiveFilter(run, lambda texts: set()), ("user", "How do I reset my password?")
+    assert left_out.learned(rendered(family, asked, answer="Open the settings.")) is None
+    later = ("user", "I cannot get in"), ("assistant", "Why?"), asked
+    assert left_out.learned(rendered(family, asked, *later[1:2], ("user", "So?"), answer="Open the settings.")) is None
+    assert left_out.left_out == {"benchmark's prompt": 2}
+    assert left_out.learned(rendered(family, *later, answer="Open the settings.")) is not None
+    assert left_out.learned(rendered(family, ("user", asked[1] + " Or my name"), answer="As you like.")) is not None
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_held_out_dialogues_are_not_learned(
+    chat_target: Callable[[str], TargetRecord], tiny_samples: SamplesRecord, tmp_path: Path, family: str
+) -> None:
+    """A clock in the system prompt makes no other dialogue of it, nor does another answer."""
+    question = ("user", "How can I export all my invoices of last year as one file?")
+
+    def at(minute: int, *turns: tuple[str, str], answer: str = "Go to billing, then export.") -> LiveText:
+        return rendered(family, ("system", f"You help. It is 10:{minute:02d}."), *turns, answer=answer)
+
+    target, config = chat_target(family), load_recipe(TINY, [*SETTINGS, "data.max_tokens=512"])
+    heldout = LiveFilter(RunWithTarget(RunFolder(tmp_path), config, target), lambda texts: set()).learned(
+        at(1, question)
+    )
+    assert heldout is not None
+    samples = tiny_samples.model_copy(update={"path": str(tmp_path / "samples")})
+    (tmp_path / "samples").mkdir()
+    write_sample_set(tmp_path / "samples", Splits([heldout.encoded()], [heldout.encoded()]), samples)
+    left_out = LiveFilter(PreparedRun(RunFolder(tmp_path), config, target, samples), lambda texts: set())
+    for minute, answer in ((2, "Go to billing, then export."), (3, "Ask support.")):
+        assert left_out.learned(at(minute, question, answer=answer)) is None
+    assert left_out.learned(at(4, question, ("assistant", "Ask."), ("user", "Whom?"))) is None
+    assert left_out.left_out == {"held out": 3}
+    assert left_out.learned(at(1, ("user", question[1] + " Or as two?"))) is not None
 
 
 def test_the_ledger_keeps_which_tokens_are_learned(

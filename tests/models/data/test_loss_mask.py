@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from models.data.chat_template import ChatTemplate, open_chat_template
 from models.data.conversations import Document, Message
 from models.data.loss_mask import MaskedTokens, runs_of, tokenize_conversation
+from models.data.message import sent_back
 from tests.models.chat_templates import CHATML, FAMILIES, QWEN3, make_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -243,12 +244,16 @@ def shows_thinking(name: str) -> bool:
 def test_what_is_learned_is_what_the_template_would_have_generated(
     family: str, turns: list[tuple[str, str, str]], system: str | None
 ) -> None:
-    """Each answer once, after its prompt and up to its end; the last of a sample after its prompt's very tokens."""
+    """Each answer once, after its prompt and up to its end; the last of a sample after its prompt's very tokens.
+
+    Answers that came back without their reasoning are not learned.
+    """
     messages, template = [Message("system", system)] if system else [], FAMILIES[family].open()
     for asked, thought, said in turns:
         shown = thought if shows_thinking(family) else ""
         messages += [Message("user", asked), Message("assistant", said, shown)]
-    answers = [turn for turn, message in enumerate(messages) if message.role == "assistant"]
+    answered = {turn for turn, message in enumerate(messages) if message.role == "assistant"}
+    answers = sorted(answered - sent_back(messages))
     tokenizer: Any = template.tokenizer
     for part in tokenize_conversation(template, conversation(*messages)):
         covered, answers = answers[: part.turns], answers[part.turns :]

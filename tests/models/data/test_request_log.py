@@ -19,7 +19,7 @@ from infra.files.atomic import write_atomically
 from infra.records.prompts import PromptsRecord
 from models.data.conversations import read_documents
 from models.data.private_data import find_private_data
-from models.data.request_log import RECORD, PromptSample, Request, logged_texts, parse, sample_prompts, texts
+from models.data.request_log import IDS_ALONE, RECORD, PromptSample, Request, logged_texts, parse, sample_prompts, texts
 
 CLEAN = [f"How does a list comprehension over {word} work in Python?" for word in ("sets", "dicts", "rows", "text")]
 PRIVATE = {
@@ -288,12 +288,14 @@ def test_sglang_s_own_files_are_read(tmp_path: Path):
         json.dumps(line),
         json.dumps({**line, "request_parameters": "[]"}),
         json.dumps({**line, "request_parameters": "{"}),
+        json.dumps({**line, "request_parameters": json.dumps({"rid": "2", "input_ids": [1, 2, 3]})}),
     ]
     file.write_text("\n".join(lines) + "\n")
     (tmp_path / "server.log").write_text("started\n")
     config = RequestLogConfig(folder=str(tmp_path), prompts=5)
     found = sample_prompts(config, tmp_path / "out", no_finding, time.time())
-    assert found.lines == 3
+    assert found.lines == 4
     assert found.prompts == 1
     assert json.loads(Path(found.path).read_text()) == {"text": "What is a generator?"}
-    assert found.dropped == {"not JSON": 2}
+    assert found.dropped == {"not JSON": 2, IDS_ALONE: 1}
+    assert "1 with token ids alone (a chat in SGLang's own file: log requests at your gateway)" in found.summary
