@@ -277,7 +277,7 @@ def prefect_api_url() -> str | None:
     In this order: $PREFECT_API_URL; .env, prefect.toml and pyproject.toml in the working folder; the active profile.
     Prefect's own settings are not asked, because importing them takes a second.
     """
-    if url := os.environ.get("PREFECT_API_URL") or _dotenv("PREFECT_API_URL"):
+    if url := os.environ.get("PREFECT_API_URL") or _dotenv_api_url():
         return url
     project = _toml(Path("pyproject.toml")).get("tool", {}).get("prefect", {})
     for settings in (_toml(Path("prefect.toml")), project):
@@ -288,13 +288,13 @@ def prefect_api_url() -> str | None:
     return profiles.get("profiles", {}).get(active, {}).get("PREFECT_API_URL")
 
 
-def _dotenv(name: str) -> str | None:
-    """A variable's value in the working folder's .env, with names of either case, as Prefect reads them."""
+def _dotenv_api_url() -> str | None:
+    """$PREFECT_API_URL in the working folder's .env, in either case, as Prefect reads it."""
     if not Path(".env").is_file():
         return None
     from dotenv import dotenv_values
 
-    return {key.upper(): value for key, value in dotenv_values(".env").items()}.get(name)
+    return {key.upper(): value for key, value in dotenv_values(".env").items()}.get("PREFECT_API_URL")
 
 
 def _toml(file: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ than float32: there the tiny target took 25 minutes.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,26 +19,8 @@ ITERATIONS = 5
 """Three, with minimax coefficients (arXiv 2505.16932) and a closer bound of the norm, took 13 % less time of a training
 on Gemma 3 270M (157,000 tokens, two seeds), and its acceptance length was 2 % shorter."""
 MOMENTUM = 0.95
-WEIGHT_DECAY = 0.1
 EPSILON = 1e-8
 """AdamW's."""
-
-
-class Muon(Optimizer):
-    """For matrices. Updates have the size of AdamW's (0.2 root mean square, arXiv 2502.16982)."""
-
-    def __init__(self, matrices: Iterable[Tensor], lr: float):
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One Nesterov step for every matrix that has a gradient."""
-        assert closure is None
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    update = orthogonalised(nesterov(weight, self.state[weight]))
-                    take_step(weight, update, group["lr"], WEIGHT_DECAY)
 
 
 class MuonAndAdamW(Optimizer):
@@ -111,7 +93,7 @@ def nesterov(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 def take_step(weight: Tensor, update: Tensor, learning_rate: float, weight_decay: float) -> None:
-    """Against an orthogonal update `[..., m, n]`, which is given the size of AdamW's."""
+    """Against an orthogonal update `[..., m, n]`, which is given the size of AdamW's (arXiv 2502.16982)."""
     weight.mul_(1 - learning_rate * weight_decay)
     weight.add_(update, alpha=-0.2 * math.sqrt(max(weight.shape[-2:])) * learning_rate)
 

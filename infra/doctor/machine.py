@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from infra.doctor.finding import Finding, judge
+from infra.files.folders import existing
 from infra.ledger.database import refuse_network_file_system
 from infra.processes.control_groups import cpu_quota, memory_limit
 from infra.quantities import byte_size
@@ -106,7 +107,7 @@ def run_folder(folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
 
 def disk(folder: Path) -> Finding:
     """Room for run folders, converted targets, tokenized samples."""
-    place = _existing(folder)
+    place = existing(folder)
     free, writable = shutil.disk_usage(place).free, _is_writable(place)
     found = f"{folder}: {byte_size(free)} free" + ("" if place == folder else ", made by the first run")
     found += "" if writable else f"; {place} is not writable"
@@ -115,7 +116,7 @@ def disk(folder: Path) -> Finding:
 
 def file_locks(folder: Path) -> Finding:
     """Whether `flock` excludes other processes, and the file system's clock agrees with the machine's."""
-    place = _existing(folder)
+    place = existing(folder)
     try:
         held = tempfile.NamedTemporaryFile(dir=place, prefix=".draftsmith-doctor-")  # noqa: SIM115
     except OSError as error:
@@ -129,11 +130,6 @@ def file_locks(folder: Path) -> Finding:
     if abs(ahead_s) > CLOCK_TOLERANCE_S:
         return judge(f"held on {place}, whose clock is {ahead_s:+.0f} s from this machine's", note=True)
     return judge(f"held on {place}, and its clock agrees with this machine's")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or what exists above it."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def _is_writable(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Folders that a user may not be allowed to create."""
+"""Folders that may not exist yet."""
 
 import errno
 from pathlib import Path
@@ -19,3 +19,8 @@ def make_folder(folder: Path) -> None:
             f"{folder} cannot be created ({error.strerror}): start in a folder that you may write to, or choose others "
             "by $DRAFTSMITH_RUNS, $DRAFTSMITH_CACHE and $PREFECT_HOME"
         ) from error
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())

@@ -185,8 +185,8 @@ def answers_before(rows: Rows, epoch: int) -> dict[int, dict[str, object]]:
     return {row.sample: {"answer": row.answer, "tokens": row.tokens} for row in found}
 
 
-def evict(rows: Rows, run: sa.Row) -> int:
-    """Make invariant I true again; the number of rows evicted.
+def evict(rows: Rows, run: sa.Row) -> None:
+    """Make invariant I true again.
 
     What holds bytes beyond the point at which all remaining samples up to it exceed the budget goes back.
     """
@@ -196,7 +196,7 @@ def evict(rows: Rows, run: sa.Row) -> int:
     beyond = sa.select(remaining.c.epoch, remaining.c.ordinal).where(
         remaining.c.upto * run.bytes_per_token > run.budget_bytes
     )
-    return rows.give_back(HOLDS_BYTES, sa.tuple_(*PLACE).in_(beyond))
+    rows.give_back(HOLDS_BYTES, sa.tuple_(*PLACE).in_(beyond))
 
 
 def held_by(lease: Lease) -> tuple[sa.ColumnElement[bool], ...]:

@@ -50,8 +50,6 @@ class Wait(Record):
     """Samples of that step."""
     ready: int
     """Those of them that are ready."""
-    first_missing: int | None
-    """Strict order: lowest ordinal of the step that is not ready."""
 
 
 class EndOfEpoch(Record):
@@ -71,8 +69,6 @@ class Resume(Record):
     """The epoch to open (idempotent) and to resume in."""
     dropped: tuple[CheckpointRecord, ...]
     """Newer checkpoints whose files do not verify; their rows are gone."""
-    evicted: int
-    """Captured or leased samples given up because the samples before them need their bytes first."""
 
 
 # Planning -----------------------------------------------------------------------------------------------------------
@@ -118,14 +114,10 @@ def _ready(rows: Rows, run: sa.Row[Any], epoch: int, step: int, samples_per_step
     remaining = sorted(found)[:samples_per_step]
     if not remaining:
         return EndOfEpoch(epoch=epoch)
-    missing = [ordinal for ordinal, state in remaining if state != READY]
-    ready = len(remaining) - len(missing)
-    if run.plan_order == "any" and missing:
+    ready = sum(state == READY for _, state in remaining)
+    if run.plan_order == "any" and ready < len(remaining):
         ready = min(len(remaining), len(_first(rows, epoch, READY, samples_per_step)))
-    if ready == len(remaining):
-        return ready
-    first_missing = missing[0] if run.plan_order == "strict" else None
-    return Wait(step=step, needed=len(remaining), ready=ready, first_missing=first_missing)
+    return ready if ready == len(remaining) else Wait(step=step, needed=len(remaining), ready=ready)
 
 
 def _first(rows: Rows, epoch: int, state: str, limit: int) -> list[int]:
@@ -222,7 +214,8 @@ def _take_over(
     is_done = newest is not None and not rows.all(left.limit(1))
     floor = _close_later_epochs(rows, epoch + is_done)
     _return_taken(rows, object_is_whole)
-    evicted = evict(rows, run) if run.plan_order == "strict" else 0
+    if run.plan_order == "strict":
+        evict(rows, run)
     rows.update_run(
         incarnation=run.incarnation + 1,
         attempt_floor=max(floor, run.attempt_floor),
@@ -233,7 +226,7 @@ def _take_over(
         crash_step=crash_step,
     )
     dropped = tuple(record for record in committed if record.step > step)
-    return Resume(incarnation=run.incarnation + 1, checkpoint=survivor, epoch=epoch, dropped=dropped, evicted=evicted)
+    return Resume(incarnation=run.incarnation + 1, checkpoint=survivor, epoch=epoch, dropped=dropped)
 
 
 def _count_crash(rows: Rows, run: sa.Row[Any]) -> tuple[int, int]:

@@ -107,7 +107,6 @@ class DraftShape(Record):
     """Tokens over which it is trained."""
     hidden_size: int | None = None
     """Size of the states that its head reads; None: the target's."""
-    whole_vocabulary: bool
     trains_head: bool
     frozen: int
     """Elements of heads that it keeps in float32 without training them."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.config import TransportConfig
+from infra.files.folders import existing
 from infra.files.run_folder import RunFolder
 from infra.quantities import byte_size
 from infra.records.data_path import StoreRecord
@@ -52,8 +53,8 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
 def shortage(config: TransportConfig, budget: int) -> str:
     """The missing space for a run's objects of `budget` bytes, and the remedy; empty if there is enough."""
     memory = Path(config.folder) if config.folder and config.kind != "stored" else shared_memory_folder()
-    there = next((path for path in (memory, *memory.absolute().parents) if path.is_dir()), None)
-    if there is None or (config.folder is None and there != memory):
+    there = existing(memory)
+    if config.folder is None and there != memory:
         return f"{memory} does not exist: set transport.folder, or transport.kind=auto to use the run folder"
     room, wanted = os.statvfs(there), _object_bytes(config, budget) + SPARE
     free = room.f_frsize * room.f_bavail
@@ -87,7 +88,7 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoint
     if config.kind == "stored":
         return wanted  # stored objects stay, so all must fit anyway
     folder = run if config.folder is None else Path(config.folder)
-    there = _existing(folder)
+    there = existing(folder)
     free = shutil.disk_usage(there).free
     if config.round_mib is not None and wanted > free:
         raise NoRoomError(
@@ -96,7 +97,7 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoint
         )
     if config.round_mib is not None:
         return wanted
-    kept = checkpoints if there.stat().st_dev == _existing(run).stat().st_dev else 0
+    kept = checkpoints if there.stat().st_dev == existing(run).stat().st_dev else 0
     room = max(0, free - kept) // 2
     if room < min(wanted, needed):
         raise NoRoomError(
@@ -105,11 +106,6 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoint
             "fewer checkpoints (training.keep_checkpoints), or name a transport.folder on another disk"
         )
     return min(wanted, room)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def open_transport(config: TransportConfig, run: RunFolder) -> Transport:

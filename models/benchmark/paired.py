@@ -52,9 +52,9 @@ class Difference:
         error = max(self.standard_error, 1e-12)
         return float(stdtr(self.degrees, (self.log_ratio - float(np.log1p(bound))) / error))
 
-    def smallest_detectable(self, margin: float, level: float = LEVEL) -> float:
-        """The true difference whose lower bound at `level` would exceed `margin` with a power of 80 %."""
-        return float(np.expm1(np.log1p(margin) + self._reach(level)))
+    def smallest_detectable(self, margin: float) -> float:
+        """The true difference whose lower bound would exceed `margin` with a power of 80 %."""
+        return float(np.expm1(np.log1p(margin) + self._reach(LEVEL)))
 
     def prompts_needed(self, margin: float) -> int | None:
         """Of prompts like these, to show the estimate with a power of 80 %; None if it does not exceed `margin`."""

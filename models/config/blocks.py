@@ -23,6 +23,8 @@ class BlockConfig(VocabularyChoice, LayerShape):
         {"anchors", "anchor_seed", "decay_gamma", "cross_entropy_weight", "kl_weight", "tv_weight"}
     )
     shareable: ClassVar[bool] = False
+    engine_algorithm: ClassVar[str] = "DFLASH"
+    """SGLang's name of the method."""
 
     vocab_size: int | None = Field(
         default=None,
@@ -114,7 +116,7 @@ class BlockConfig(VocabularyChoice, LayerShape):
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """Blocks of rows at up to `anchors` tokens; the keys of all layers include the features."""
         hidden, layers, item = target.hidden_size, len(self.layer_types), ITEM_BYTES[precision]
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        queries, keys = self.widths
         fusion = aux_count * hidden * hidden
         layer = 2 * queries * hidden + 2 * keys * hidden + 3 * hidden * self.intermediate_size
         norms = layers * 2 * (hidden + self.head_dim) + hidden * (2 + (aux_count if self.fc_norm else 0))
@@ -124,7 +126,6 @@ class BlockConfig(VocabularyChoice, LayerShape):
             title=self.title,
             parameters=fusion + layers * layer + norms + biases + self.head_parameters(hidden, target.vocab_size),
             vocab_size=vocabulary,
-            whole_vocabulary=vocabulary == target.vocab_size,
             trains_head=False,
             frozen=vocabulary * hidden,
             frozen_embeddings=target.vocab_size * hidden,
@@ -147,7 +148,7 @@ class BlockConfig(VocabularyChoice, LayerShape):
 
     def _kept(self, hidden: int, aux_count: int, item: int) -> Kept:
         """Counted from what the functions save for the backward pass; a block's rows pass the layers in float32."""
-        queries, keys, layers = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, len(self.layer_types)
+        layers, queries, keys = len(self.layer_types), *self.widths
         layer = 8 * hidden + (2 * hidden + 4 * queries + 3 * keys + 2 * self.intermediate_size) * item
         return Kept(
             token=(aux_count * hidden + 2 * hidden + layers * keys) * item,
@@ -160,10 +161,15 @@ class BlockConfig(VocabularyChoice, LayerShape):
         """Whole blocks only, whatever `most` is."""
         return (0, self.proposals)
 
-    def whole_block(self, lookahead: int) -> None:
-        """Raises Refusal for any lookahead but a whole block's: to SGLang it would be another model."""
+    def engine_arguments(self, lookahead: int) -> list[str]:
+        """For a whole block, and the known token before its proposals.
+
+        Raises Refusal for any other lookahead: to SGLang it would be another model.
+        """
         if lookahead != self.proposals:
             raise Refusal(
                 f"benchmark.lookahead={lookahead}: SGLang proposes whole blocks of a {self.title} draft, so set it to "
                 f"{self.proposals}, or leave serving out (benchmark.served_concurrency=[])"
             )
+        count = str(lookahead + 1)
+        return ["--speculative-algorithm", self.engine_algorithm, "--speculative-num-draft-tokens", count]

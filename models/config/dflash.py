@@ -32,8 +32,3 @@ class DFlashConfig(BlockConfig):
     @property
     def anchor_first(self) -> bool:
         return self.sample_from_anchor
-
-    def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a whole block, which begins with the last known token."""
-        self.whole_block(lookahead)
-        return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]

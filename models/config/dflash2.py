@@ -59,8 +59,3 @@ class DFlash2Config(BlockConfig):
         kernels = 2 * self.conv_kernel_size * (hidden // self.conv_group_size)
         of_layer = 2 * (2 * self.conv_kernel_size * hidden + kernels) * item
         return kept.model_copy(update={"row": kept.row + layers * of_layer})
-
-    def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a whole block, which begins with the last known token."""
-        self.whole_block(lookahead)
-        return ["--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1)]

@@ -58,12 +58,5 @@ class DominoConfig(BlockConfig):
         return 3 * state * (hidden + state) + self.emb_dim * (hidden + state)
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a whole block, which begins with the last known token.
-
-        By default SGLang corrects the logits of 2,048 tokens that suit the whole block, so it would propose others.
-        """
-        self.whole_block(lookahead)
-        return [
-            "--speculative-algorithm", "DFLASH", "--speculative-num-draft-tokens", str(lookahead + 1),
-            "--speculative-domino-candidate-pool-size", "0",
-        ]  # fmt: skip
+        """By default SGLang corrects 2,048 tokens' logits, those that suit the whole block, and so proposes others."""
+        return [*super().engine_arguments(lookahead), "--speculative-domino-candidate-pool-size", "0"]

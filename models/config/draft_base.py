@@ -119,6 +119,11 @@ class LayerShape(MethodConfig):
         """Attention window of every layer; None: no window."""
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of all queries, and of all keys, of a layer."""
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
     @model_validator(mode="after")
     def _rotates_and_slides(self) -> Self:
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -204,6 +209,9 @@ class LossChoice(StrictConfig):
 class UnrolledSteps(StrictConfig):
     """Settings of methods that train along several steps of the draft (training-time test, arXiv 2503.01840)."""
 
+    engine_algorithm: ClassVar[str]
+    """SGLang's name of the method."""
+
     ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled steps of the training-time test.")
     ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of step j is ttt_decay ** j.")
     ttt_weights: tuple[Annotated[float, Field(ge=0, le=1_000_000)], ...] | None = Field(
@@ -224,6 +232,14 @@ class UnrolledSteps(StrictConfig):
     def step_weights(self) -> tuple[float, ...]:
         """Loss weight of each step."""
         return self.ttt_weights or tuple(self.ttt_decay**step for step in range(self.ttt_steps))
+
+    def engine_arguments(self, lookahead: int) -> list[str]:
+        return self.tree_arguments(lookahead, 1, lookahead)
+
+    def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
+        """See `MethodConfig.tree_arguments`. SGLang counts the last known token among the draft tokens."""
+        command = ["--speculative-algorithm", self.engine_algorithm, "--speculative-eagle-topk", str(topk)]
+        return [*command, "--speculative-num-steps", str(depth), "--speculative-num-draft-tokens", str(tokens + 1)]
 
 
 LOSS_FIELDS = frozenset(LossChoice.model_fields)

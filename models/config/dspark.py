@@ -14,6 +14,7 @@ class DSparkConfig(BlockConfig):
     """
 
     title: ClassVar[str] = "DSpark"
+    engine_algorithm: ClassVar[str] = "DSPARK"
     engine_proposals: ClassVar[Literal["greedy", "drawn"]] = "drawn"
     training_only: ClassVar[frozenset[str]] = BlockConfig.training_only | {"confidence_weight"}
 
@@ -77,8 +78,3 @@ class DSparkConfig(BlockConfig):
 
     def _confidence_inputs(self, hidden: int) -> int:
         return hidden + self.confidence_reads_token * self.markov_rank
-
-    def engine_arguments(self, lookahead: int) -> list[str]:
-        """For a whole block, and the known token before it."""
-        self.whole_block(lookahead)
-        return ["--speculative-algorithm", "DSPARK", "--speculative-num-draft-tokens", str(lookahead + 1)]

@@ -17,6 +17,7 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
     """
 
     title: ClassVar[str] = "EAGLE-3"
+    engine_algorithm: ClassVar[str] = "EAGLE3"
     reads_embeddings: ClassVar[bool] = True
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | STEP_FIELDS
     adaptive: ClassVar[bool] = True
@@ -90,32 +91,26 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
             parameters=fusion + matrices + self._vectors(hidden, target.hidden_size, aux_count) + trained,
             vocab_size=vocabulary,
             hidden_size=hidden,
-            whole_vocabulary=vocabulary == target.vocab_size,
             trains_head=not self.shared_head,
             frozen=head * self.shared_head,
             frozen_embeddings=embeddings * (not own_tables),
             token_parameters=fusion,
             row_parameters=matrices,
             rows_per_token=self.ttt_steps,
-            attention_width=layers * self._widths[0],
+            attention_width=layers * self.widths[0],
             kept=self._kept(hidden, target.hidden_size, aux_count, ITEM_BYTES[precision]),
         )
-
-    @property
-    def _widths(self) -> tuple[int, int]:
-        """Of all queries, and of all keys, of a layer."""
-        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def _attention_weights(self, width: int, hidden: int) -> int:
         """Of a layer that reads `width` values and gives `hidden`."""
         if self.mla is not None:
             return self.mla.weights(width, hidden, self.num_heads)
-        queries, keys = self._widths
+        queries, keys = self.widths
         return width * (queries + 2 * keys) + queries * hidden
 
     def _vectors(self, hidden: int, target_hidden: int, aux_count: int) -> int:
         """Elements of norms and biases."""
-        layers, queries, keys = len(self.layer_types), *self._widths
+        layers, queries, keys = len(self.layer_types), *self.widths
         norms = hidden * (2 + 2 * layers) + target_hidden * aux_count * (self.fc_norm or self.norm_before_fc)
         norms += 2 * layers * self.head_dim * self.qk_norm
         if self.mla is not None:
@@ -124,13 +119,8 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
 
     def _kept(self, hidden: int, target_hidden: int, aux_count: int, item: int) -> Kept:
         """Counted from what the functions save for the backward pass, in `item` bytes unless said otherwise."""
-        layers, queries, keys = len(self.layer_types), *self._widths
+        layers, queries, keys = len(self.layer_types), *self.widths
         normed = self.fc_norm or self.norm_before_fc
-        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
-        of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
-        # Queries and keys before their norms, and the factors of these.
-        of_attention += ((queries + keys) * item + 4 * (self.num_heads + self.num_kv_heads)) * self.qk_norm
-        of_attention += 0 if self.mla is None else self.mla.kept(self.num_heads, item)
         # The normed input, the sum after attention, its norm, the output.
         of_hidden = 4 * hidden * item
         # Gate and up projection; the rotary tables and the factors of norms in float32.
@@ -140,7 +130,7 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
         return Kept(
             # The fused features; a copy of the captured ones where they are not bfloat16, and where they are normed.
             token=(hidden + aux_count * ((item == 4) + normed) * target_hidden) * item,
-            row=layers * (of_hidden + of_attention + of_rest) + of_step,
+            row=layers * (of_hidden + self.attention_kept(item) + of_rest) + of_step,
             # The first step's keys and values, and their gradients.
             exchanged=4 * keys * item * layers,
             carried=(hidden + 2 * keys * layers) * item + 8,
@@ -148,13 +138,7 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
             inner=(2 * hidden + 6 * self.intermediate_size) * item,
         )
 
-    def engine_arguments(self, lookahead: int) -> list[str]:
-        return self.tree_arguments(lookahead, 1, lookahead)
-
     def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
-        """See `MethodConfig.tree_arguments`. SGLang counts the last known token among the draft tokens."""
-        command = ["--speculative-algorithm", "EAGLE3", "--speculative-eagle-topk", str(topk)]
-        command += ["--speculative-num-steps", str(depth), "--speculative-num-draft-tokens", str(tokens + 1)]
-        window = self.windows[0]
+        command, window = super().tree_arguments(depth, topk, tokens), self.windows[0]
         # SGLang counts the keys before a row's own.
         return command if window is None else [*command, "--speculative-draft-window-size", str(window - 1)]

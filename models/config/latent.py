@@ -105,6 +105,15 @@ class LatentShape(LayerShape):
             )
         return self
 
+    def attention_kept(self, item: int) -> int:
+        """Bytes of a row that stay for the backward pass of a layer's attention, in numbers of `item` bytes."""
+        queries, keys = self.widths
+        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
+        kept = (2 * queries + 2 * keys) * item + 4 * self.num_heads
+        # Queries and keys before their norms, and the factors of these.
+        kept += ((queries + keys) * item + 4 * (self.num_heads + self.num_kv_heads)) * self.qk_norm
+        return kept if self.mla is None else kept + self.mla.kept(self.num_heads, item)
+
     @property
     def rotary_dim(self) -> int:
         return super().rotary_dim if self.mla is None else self.mla.qk_rope_head_dim

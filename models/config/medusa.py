@@ -40,7 +40,6 @@ class MedusaConfig(LossChoice, VocabularyChoice):
             title=self.title,
             parameters=self.heads * head + hidden + vocabulary * hidden,
             vocab_size=vocabulary,
-            whole_vocabulary=vocabulary == target.vocab_size,
             trains_head=True,
             frozen=0,
             token_parameters=0,

@@ -31,6 +31,7 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
     """The target's own MTP layer. Training starts from the target's weights of it, and an export replaces these."""
 
     title: ClassVar[str] = "MTP"
+    engine_algorithm: ClassVar[str] = "NEXTN"
     reads_embeddings: ClassVar[bool] = True
     training_only: ClassVar[frozenset[str]] = LOSS_FIELDS | STEP_FIELDS | {"objective"}
     shareable: ClassVar[bool] = False
@@ -91,7 +92,7 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
     def shape(self, target: TargetShape, aux_count: int, precision: Precision) -> DraftShape:
         """One layer and the projection before it, which run `ttt_steps` times; all tables are the target's."""
         hidden, vocabulary = target.hidden_size, target.vocab_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        queries, keys = self.widths
         attention = hidden * (queries * (1 + self.gated_attention) + 2 * keys) + queries * hidden
         norms = 5 * hidden + 2 * self.head_dim * self.qk_norm
         if self.mla is not None:
@@ -106,7 +107,6 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
             title=self.title,
             parameters=matrices + idle + vectors,
             vocab_size=vocabulary,
-            whole_vocabulary=True,
             trains_head=False,
             frozen=vocabulary * hidden + (0 if experts is None else experts.frozen),
             frozen_embeddings=vocabulary * hidden,
@@ -115,17 +115,13 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
             idle_parameters=idle,
             rows_per_token=self.ttt_steps,
             attention_width=queries,
-            kept=self._kept(hidden, queries, keys, ITEM_BYTES[precision]),
+            kept=self._kept(hidden, ITEM_BYTES[precision]),
         )
 
-    def _kept(self, hidden: int, queries: int, keys: int, item: int) -> Kept:
+    def _kept(self, hidden: int, item: int) -> Kept:
         """Counted from what the functions save for the backward pass, in `item` bytes unless said otherwise."""
-        experts = self.experts
-        # Rotated queries, the attended values, keys and values; the log-sum-exp of every head's scores in float32.
-        of_attention = (2 * queries + 2 * keys) * item + 4 * self.num_heads
-        of_attention += ((queries + keys) * item + 4 * (self.num_heads + self.num_kv_heads)) * self.qk_norm
-        of_attention += 2 * queries * item * self.gated_attention
-        of_attention += 0 if self.mla is None else self.mla.kept(self.num_heads, item)
+        experts, (queries, keys) = self.experts, self.widths
+        of_attention = self.attention_kept(item) + 2 * queries * item * self.gated_attention
         # Both inputs normed, what enters the layer, its norm, the sum after attention, its norm, output, normed output.
         of_hidden = 8 * hidden * item
         of_rest = 2 * self.intermediate_size * item if experts is None else experts.kept(hidden, item)
@@ -138,14 +134,6 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
             inner=2 * hidden * item
             + (6 * self.intermediate_size * item if experts is None else experts.inner(hidden, item)),
         )
-
-    def engine_arguments(self, lookahead: int) -> list[str]:
-        return self.tree_arguments(lookahead, 1, lookahead)
-
-    def tree_arguments(self, depth: int, topk: int, tokens: int) -> list[str]:
-        """See `MethodConfig.tree_arguments`. SGLang counts the last known token among the draft tokens."""
-        command = ["--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", str(topk)]
-        return [*command, "--speculative-num-steps", str(depth), "--speculative-num-draft-tokens", str(tokens + 1)]
 
 
 FASTMTP_DECAY = 0.6

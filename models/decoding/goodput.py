@@ -5,11 +5,12 @@ From measured step costs and acceptance by position; nothing here runs a model.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import accumulate
 from operator import mul
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
@@ -18,56 +19,41 @@ from infra.refusal import Refusal
 TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "together",
          "per_position")  # fmt: skip
 """Amounts of `CostFit`, in the order of `_terms`."""
+PREFERENCE = 1 - 1e-6 * np.arange(len(TERMS))
+"""Factors of the terms: of equal ones, as where each text has one token, the first is chosen."""
+ROUNDING = 1e-12
+"""Seconds; smaller amounts are 0."""
 
 
 def fit(measured: Sequence[StepTime]) -> CostFit:
     """The costs, none of them negative, with the least sum of squared relative errors.
 
-    Every total of tokens that was measured is tried as the knee; exact non-negative least squares by trying every
-    choice of terms. Raises Refusal for what cannot be fitted.
+    Every total of tokens that was measured is tried as the knee; of equally good ones the earliest is taken. Raises
+    Refusal for what cannot be fitted.
     """
     if len({(each.batch, each.tokens) for each in measured}) < 2 or any(each.seconds <= 0 for each in measured):
         raise Refusal(
             f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
         )
-    seconds = torch.tensor([each.seconds for each in measured], dtype=torch.double)
+    seconds = np.array([each.seconds for each in measured])
     best, found = float("inf"), CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=1.0)
     for knee in sorted({float(each.batch * each.tokens) for each in measured}):
-        terms = _terms(measured, knee) / seconds.unsqueeze(1)
-        for amounts, error in _non_negative(terms):
-            # Of fits that are as good, the first: the one with the fewest terms and the earliest knee.
-            if error < best * (1 - 1e-6) - 1e-18:
-                worst = float((terms @ amounts - 1).abs().max())
-                named = dict(zip(TERMS, amounts.tolist(), strict=True))
-                best, found = error, CostFit(**named, knee=knee, worst_error=worst)
+        terms = _terms(measured, knee) / seconds[:, None]
+        amounts = nnls(terms * PREFERENCE, np.ones(len(terms)))[0] * PREFERENCE
+        amounts[amounts < ROUNDING] = 0
+        off = terms @ amounts - 1
+        if (error := float(off @ off)) < best * (1 - 1e-6) - 1e-18:
+            named = dict(zip(TERMS, amounts.tolist(), strict=True))
+            best, found = error, CostFit(**named, knee=knee, worst_error=float(abs(off).max()))
     return found
 
 
-def _terms(measured: Sequence[StepTime], knee: float) -> Tensor:
-    """`[M, 8]` float64: what each amount is multiplied by."""
-    texts = torch.tensor([each.batch for each in measured], dtype=torch.double)
-    tokens = torch.tensor([each.tokens for each in measured], dtype=torch.double)
-    total, several, together = texts * tokens, (tokens > 1).double(), (texts > 1).double()
-    columns = [
-        torch.ones_like(texts), texts, total, (total - knee).clamp(min=0), several, several * texts, together, tokens
-    ]  # fmt: skip
-    return torch.stack(columns, dim=1)
-
-
-def _non_negative(terms: Tensor) -> list[tuple[Tensor, float]]:
-    """Least squares of `terms @ amounts = 1` for every choice of terms that leaves no amount negative."""
-    rows, size = terms.shape
-    fits = []
-    for count in range(1, min(size, rows) + 1):
-        for chosen in combinations(range(size), count):
-            part = terms[:, chosen]
-            # A driver for terms that cannot be told apart, as when one batch was measured.
-            solved = torch.linalg.lstsq(part, part.new_ones(rows, 1), driver="gelsd").solution
-            if bool((solved >= 0).all()):
-                amounts = terms.new_zeros(size)
-                amounts[list(chosen)] = solved.squeeze(1)
-                fits.append((amounts, float((part @ solved - 1).square().sum())))
-    return fits
+def _terms(measured: Sequence[StepTime], knee: float) -> NDArray[np.float64]:
+    """`[M, 8]`: what each amount is multiplied by."""
+    texts, tokens = np.array([(each.batch, each.tokens) for each in measured], dtype=np.float64).T
+    total, several, together = texts * tokens, tokens > 1, texts > 1
+    beyond = (total - knee).clip(min=0)
+    return np.stack([np.ones_like(texts), texts, total, beyond, several, several * texts, together, tokens], axis=1)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,10 @@ After Saxena's prompt lookup decoding (2023), in its strongest form: a copy that
 with its own proposals, so repetitive text is followed for the whole lookahead.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-
-from models.drafts.batched_proposer import Turn
-from models.drafts.trees import NO_PROPOSAL, Likeliest, Tree, certain
+from models.decoding.copying import CopyingSource
+from models.drafts.trees import NO_PROPOSAL
 
 LONGEST_NGRAM = 3
 
@@ -44,45 +41,8 @@ class _History:
         return proposed
 
 
-class PromptLookup:
+class PromptLookup(CopyingSource):
     """Proposes from the conversation's own text, `NO_PROPOSAL` where nothing repeats. Ignores features."""
 
-    def proposers(self, count: int) -> "PromptLookupProposer":
-        return PromptLookupProposer(count)
-
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
-        history, text = _History(), tokens.tolist()
-        history.extend(text[:1])
-        rows = []
-        for token in text[1:]:
-            history.extend([token])
-            rows.append(history.propose(lookahead))
-        return torch.tensor(rows, dtype=torch.long, device=tokens.device).view(-1, lookahead)
-
-
-class PromptLookupProposer:
-    """Prompt lookup for several texts: chains, proposed with certainty."""
-
-    branches, candidates = False, 0
-
-    def __init__(self, rows: int):
-        self._histories = [_History() for _ in range(rows)]
-
-    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `Proposer.propose`."""
-        trees = {}
-        for row, turn in turns.items():
-            history = self._histories[row]
-            history.extend(turn.text[len(history.tokens) :])
-            assert isinstance(turn.shape, int)
-            trees[row] = Tree.chain(certain(history.propose(turn.shape), turn.aux.device))
-        return trees
-
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """Nothing is observed."""
-        raise AssertionError
-
-    def only(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
-        self._histories = [self._histories[row] for row in rows]
+    def __init__(self) -> None:
+        super().__init__(_History)

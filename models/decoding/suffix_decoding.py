@@ -12,13 +12,11 @@ Differences from the paper: chains only, and the log does not grow while texts a
 text and the log alone, and the order of prompts cannot change a figure.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-import torch
-from torch import Tensor
-
-from models.drafts.batched_proposer import Turn
-from models.drafts.trees import NO_PROPOSAL, Likeliest, Tree, certain
+from models.decoding.copying import CopyingSource
+from models.drafts.trees import NO_PROPOSAL
 
 DEPTH = 24
 """Most tokens of a match and its chain together."""
@@ -75,18 +73,25 @@ class _Positions:
         return score, proposed
 
 
-def _propose(own: _Positions, log: _Positions, lookahead: int) -> list[int]:
-    """The first tokens of the best chain, padded with `NO_PROPOSAL`; the text's own and longer matches win ties."""
-    tail, best = own.tokens[-DEPTH + 1 :], (0.0, list[int]())
-    for place in (own, log):
-        for length, ends in reversed(list(enumerate(place.matches(tail), start=1))):
-            found = place.chain(ends, min(int(FACTOR * length), DEPTH - length))
-            best = max(best, found, key=lambda each: each[0])
-    # The choice does not depend on the lookahead, so that shorter chains begin longer ones.
-    return (best[1] + [NO_PROPOSAL] * lookahead)[:lookahead]
+class _Text(_Positions):
+    """A growing text that proposes from itself and from the log."""
+
+    def __init__(self, log: _Positions) -> None:
+        super().__init__()
+        self._log = log
+
+    def propose(self, lookahead: int) -> list[int]:
+        """The first tokens of the best chain, padded with `NO_PROPOSAL`; its own and longer matches win ties."""
+        tail, best = self.tokens[-DEPTH + 1 :], (0.0, list[int]())
+        for place in (self, self._log):
+            for length, ends in reversed(list(enumerate(place.matches(tail), start=1))):
+                found = place.chain(ends, min(int(FACTOR * length), DEPTH - length))
+                best = max(best, found, key=lambda each: each[0])
+        # The choice does not depend on the lookahead, so that shorter chains begin longer ones.
+        return (best[1] + [NO_PROPOSAL] * lookahead)[:lookahead]
 
 
-class SuffixDecoding:
+class SuffixDecoding(CopyingSource):
     """Proposes from the conversation's own text and from a log of earlier texts. Ignores features.
 
     Args:
@@ -97,42 +102,4 @@ class SuffixDecoding:
         joined = [token for text in log for token in (*text, NO_PROPOSAL)]
         self.log = _Positions()
         self.log.extend(joined[-LOG_TOKENS:])
-
-    def proposers(self, count: int) -> "SuffixProposer":
-        return SuffixProposer(self.log, count)
-
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
-        own, text, rows = _Positions(), tokens.tolist(), list[list[int]]()
-        own.extend(text[:1])
-        for token in text[1:]:
-            own.extend([token])
-            rows.append(_propose(own, self.log, lookahead))
-        return torch.tensor(rows, dtype=torch.long, device=tokens.device).view(-1, lookahead)
-
-
-class SuffixProposer:
-    """Suffix decoding for several texts: chains, proposed with certainty."""
-
-    branches, candidates = False, 0
-
-    def __init__(self, log: _Positions, rows: int):
-        self._log, self._texts = log, [_Positions() for _ in range(rows)]
-
-    def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
-        """See `Proposer.propose`."""
-        trees = {}
-        for row, turn in turns.items():
-            own = self._texts[row]
-            own.extend(turn.text[len(own.tokens) :])
-            assert isinstance(turn.shape, int)
-            trees[row] = Tree.chain(certain(_propose(own, self._log, turn.shape), turn.aux.device))
-        return trees
-
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """Nothing is observed."""
-        raise AssertionError
-
-    def only(self, rows: Sequence[int]) -> None:
-        """Drop all other rows."""
-        self._texts = [self._texts[row] for row in rows]
+        super().__init__(partial(_Text, self.log))

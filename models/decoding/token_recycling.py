@@ -16,26 +16,20 @@ from torch import Tensor
 from models.drafts.batched_proposer import Turn
 from models.drafts.trees import NO_PROPOSAL, ROOT, Candidates, Growing, Likeliest, Tree, TreeShape, certain, grow
 
-CANDIDATES = 8
-
 
 class TokenRecycling:
     """Proposes from the conversation's own text and the target's likely tokens along it."""
 
-    def __init__(self, candidates: int = CANDIDATES):
-        self.candidates = candidates
-
     def proposers(self, count: int) -> "TokenRecyclingProposer":
-        return TokenRecyclingProposer(count, self.candidates)
+        return TokenRecyclingProposer(count)
 
 
 class TokenRecyclingProposer:
     """Token Recycling for several texts; proposes with certainty, ignores features."""
 
-    branches = True
+    branches, candidates = True, 8
 
-    def __init__(self, rows: int, candidates: int = CANDIDATES):
-        self.candidates = candidates
+    def __init__(self, rows: int):
         self._matrices: list[dict[int, tuple[list[int], list[float]]]] = [{} for _ in range(rows)]
         """Per text, the adjacency matrix: candidates and their log-probabilities by token read."""
 

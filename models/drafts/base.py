@@ -1,6 +1,6 @@
 """What every draft method offers: a training loss, proposals while decoding, and a rollout from every position."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,14 +89,19 @@ class Draft(torch.nn.Module):
     """
 
     config: Any
-    aux_layer_ids: tuple[int, ...]
-    vocabulary: DraftVocabulary
+    target_ids: Tensor
+    """The vocabulary's."""
 
     trained_share: float = 0.0
     """Share of the training steps done so far; training sets it, for losses with a schedule."""
     recompute: bool = False
     """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
     arithmetic. Methods without such steps have nothing to compute again."""
+
+    def __init__(self, config: Any, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]):
+        super().__init__()
+        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
+        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def positions(self) -> int:

@@ -54,7 +54,7 @@ def chain_loss(
     """
     head, vocabulary = draft.lm_head.weight, draft.vocabulary
     positions, rows, places, states = _predictions(batch, len(draft.config.step_weights))
-    known, inside = _known(batch, positions, states, vocabulary), places >= 0
+    known, inside = can_propose(batch, positions, states, vocabulary), places >= 0
     kept = known.nonzero().squeeze(-1)
     weights = (torch.tensor(draft.config.step_weights) * inside / total)[kept]
     given = [rows, kept, places[kept].clamp(min=0), weights, states[kept]]
@@ -109,7 +109,7 @@ def _gathered(outputs: Iterable[Tensor], rows: Tensor) -> list[Tensor]:
     return [(x if low is None else x.to(low))[rows[:, step]] for step, x in enumerate(outputs)]
 
 
-def _known(batch: PackedSamples, positions: Tensor, states: Tensor, vocabulary: DraftVocabulary) -> Tensor:
+def can_propose(batch: PackedSamples, positions: Tensor, states: Tensor, vocabulary: DraftVocabulary) -> Tensor:
     """`[P]` bool: the target's own next token can be proposed; without it the text's."""
     if vocabulary.whole:
         return torch.ones_like(positions, dtype=torch.bool)

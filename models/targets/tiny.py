@@ -22,9 +22,11 @@ from infra.files.cached_folder import build_once
 from infra.settings import cache_folder
 from models.config.target import TinyRecipe
 from models.data import python_docs
-from models.muon import Muon
+from models.muon import MuonAndAdamW, orthogonalised
 
 BOS, EOS = "<s>", "</s>"
+WEIGHT_DECAY = 0.1
+"""Of the layers' matrices."""
 
 
 def trained_tiny(name: str, recipe: TinyRecipe | None = None) -> Path:
@@ -106,12 +108,12 @@ def train_model(stream: Tensor, recipe: TinyRecipe) -> "transformers.LlamaForCau
 
 def _optimizers(model: "transformers.LlamaForCausalLM", recipe: TinyRecipe) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices (a third of AdamW's steps for the same loss), AdamW for the rest."""
-    named = list(model.named_parameters())
+    named, betas = list(model.named_parameters()), (0.9, 0.95)
     matrices = [weight for name, weight in named if "layers" in name and weight.ndim == 2]
     others = [weight for name, weight in named if "layers" not in name or weight.ndim != 2]
     return [
-        Muon(matrices, recipe.matrix_learning_rate),
-        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        MuonAndAdamW(matrices, [], recipe.matrix_learning_rate, betas, WEIGHT_DECAY, orthogonalised),
+        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=betas, weight_decay=0.0),
     ]
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from models.muon import Muon, MuonAndAdamW, orthogonalised
+from models.muon import MuonAndAdamW, orthogonalised
 
 LOOSE = 0.3
 """Singular values lie between 0.7 and 1.2; a little more in bfloat16."""
@@ -30,7 +30,7 @@ def test_steps_are_those_of_torch_but_for_its_rounding() -> None:
     torch.manual_seed(0)
     start, gradients = torch.randn(32, 80), torch.randn(5, 32, 80)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-    optimizers = [Muon([ours], 0.02), torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn="match_rms_adamw")]
+    optimizers = [both([ours], 0.1), torch.optim.Muon([theirs], lr=0.02, adjust_lr_fn="match_rms_adamw")]
     for gradient in gradients:
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
         for optimizer in optimizers:
@@ -65,7 +65,7 @@ def test_matrices_step_by_muon_and_all_else_as_by_adamw() -> None:
     for mine, other in zip(ours[2:], theirs[2:], strict=True):
         assert torch.equal(mine, other)
     matrices = parameters()
-    take_steps(Muon(matrices[:2], 0.02), matrices, range(5))
+    take_steps(both(matrices[:2], 0.1), matrices, range(5))
     for mine, other in zip(ours[:2], matrices[:2], strict=True):
         assert torch.equal(mine, other)
 

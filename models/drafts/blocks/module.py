@@ -22,6 +22,7 @@ from models.drafts.base import Draft, DraftLoss, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import PackedTexts
 from models.drafts.blocks.layers import BlockAttention, BlockLayer, Blocks, KeysValues, PackedAttention, views
 from models.drafts.blocks.proposer import BlockProposer
+from models.drafts.chains import can_propose
 from models.drafts.layers import RMSNorm
 from models.drafts.rope import rotary_tables
 from models.drafts.transfer import to_device
@@ -65,7 +66,6 @@ class BlockDraft(Draft):
 
     config: BlockConfig
     embedding: Tensor
-    target_ids: Tensor
     head: Tensor | None
     """`[Vd, H]` the target head's rows of the draft vocabulary."""
     engine_class: str
@@ -76,7 +76,7 @@ class BlockDraft(Draft):
     def __init__(
         self, config: BlockConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
     ):
-        super().__init__()
+        super().__init__(config, vocabulary, aux_layer_ids)
         count, hidden_size = embedding.shape
         self.mask_token_id = count - 1 if config.mask_token_id is None else config.mask_token_id
         if self.mask_token_id >= count:
@@ -84,7 +84,6 @@ class BlockDraft(Draft):
                 f"draft.mask_token_id {self.mask_token_id}: the target has {count} tokens, 0 to {count - 1}; leave it "
                 "out for the last"
             )
-        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
         aux_count = len(self.aux_layer_ids)
         self.fc = nn.Linear(aux_count * hidden_size, hidden_size, bias=False)
         if config.fc_norm:
@@ -95,7 +94,6 @@ class BlockDraft(Draft):
         self.norm = RMSNorm(hidden_size, config.rms_norm_eps)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", None, persistent=False)
-        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     def make_layer(self, hidden_size: int) -> BlockLayer:
         """One of the draft's layers."""
@@ -240,10 +238,11 @@ class BlockDraft(Draft):
         """
         positions, device = supervised_positions(batch.loss_mask, batch.lengths), batch.last.device
         count, anchors = len(positions), self.anchors(batch, positions)
+        covered = int(can_propose(batch, positions, positions, self.vocabulary).sum())
         if not len(anchors):
             nothing = torch.zeros(self.positions, dtype=torch.int64, device=device)
             unused = sum((p.sum() * 0.0 for p in self.parameters()), start=batch.last.new_zeros(()))
-            return DraftLoss(unused, nothing, nothing, count, int(self._known(batch, positions)[0].sum()))
+            return DraftLoss(unused, nothing, nothing, count, covered)
         places, starts, shares = self._draw(batch, anchors)
         own = torch.cat([torch.arange(n) for n in batch.lengths])
         # Proposal k of a block at a is supervised as position a + k - 1, whose next token it is. The last position of
@@ -254,8 +253,7 @@ class BlockDraft(Draft):
         blocks, index = Blocks(batch.tokens[places], own[places], starts), predicted[there]
         chosen = there.flatten().nonzero().squeeze(-1)
         previous = batch.tokens[predicted.clamp(max=len(batch.tokens) - 1)]
-        known, labels = self._known(batch, index)
-        covered = int(self._known(batch, positions)[0].sum())
+        known, labels = can_propose(batch, index, index, self.vocabulary), self._labels(batch.tokens[index + 1])
         given = (own, chosen, index, labels, there, shares, known, previous)
         features, chosen, index, labels, there, shares, known, previous = to_device(given, device)
         hidden = self.fill(blocks, self.feature_keys(batch.aux, features))
@@ -323,17 +321,12 @@ class BlockDraft(Draft):
         """What a method adds to the loss; `weights` and `acceptance` `[Q]`, without gradients."""
         return None
 
-    def _known(self, batch: PackedSamples, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`[P]` bool whether the next token of packed positions `[P]` can be proposed; the text's, a draft id or -1.
-
-        The target's own next token decides, or the text's where that is not there.
-        """
-        following, vocabulary = batch.tokens[positions + 1], self.vocabulary
-        if vocabulary.whole:
-            return torch.ones_like(positions, dtype=torch.bool), following
-        ids = torch.searchsorted(vocabulary.target_ids, following)
-        decisive = following if batch.top is None else batch.top[positions]
-        return vocabulary.t2d[decisive], ids.where(vocabulary.t2d[following], -1)
+    def _labels(self, tokens: Tensor) -> Tensor:
+        """The draft ids of target tokens `[P]`, -1 for what the draft vocabulary lacks."""
+        if self.vocabulary.whole:
+            return tokens
+        ids = torch.searchsorted(self.vocabulary.target_ids, tokens)
+        return ids.where(self.vocabulary.t2d[tokens], -1)
 
     def _draw(self, batch: PackedSamples, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Where blocks start: packed places, where their samples start, and the share of its sample's that each was

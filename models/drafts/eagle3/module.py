@@ -36,10 +36,9 @@ class Eagle3Draft(UnrolledDraft):
     def __init__(
         self, config: Eagle3Config, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
     ):
-        super().__init__()
+        super().__init__(config, vocabulary, aux_layer_ids)
         self.target_hidden_size = embedding.shape[1]
         self.hidden_size = hidden_size = config.hidden_size or self.target_hidden_size
-        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
         aux_count, eps = len(self.aux_layer_ids), config.rms_norm_eps
         self.fc = nn.Linear(aux_count * self.target_hidden_size, hidden_size, bias=config.fc_bias)
         if config.fc_norm:
@@ -56,7 +55,6 @@ class Eagle3Draft(UnrolledDraft):
         self.lm_head = TargetTable(head, trained=not config.shared_head, stored=stored)
         own = self.has_own_embeddings
         self.embed_tokens = TargetTable(_as_wide(embedding, hidden_size), trained=own, stored=own)
-        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def decoder_layers(self) -> list[Eagle3Layer]:

@@ -70,7 +70,6 @@ class UnrolledLayer(Protocol):
 class UnrolledDraft(Draft):
     """The part that EAGLE-3 and MTP share."""
 
-    target_ids: Tensor
     layers: nn.ModuleList
     norm: Any
     lm_head: TargetTable

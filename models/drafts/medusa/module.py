@@ -39,18 +39,14 @@ class Head(nn.Module):
 class MedusaDraft(Draft):
     """Medusa heads for one target (arguments as for every draft; the embedding says only how wide the target is)."""
 
-    target_ids: Tensor
-
     def __init__(
         self, config: MedusaConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]
     ):
-        super().__init__()
+        super().__init__(config, vocabulary, aux_layer_ids)
         self.hidden_size = embedding.shape[1]
-        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
         self.norm = RMSNorm(self.hidden_size, config.rms_norm_eps)
         self.blocks = nn.ModuleList(Head(config.layers, self.hidden_size) for _ in range(config.heads))
         self.lm_head = nn.Linear(self.hidden_size, len(vocabulary), bias=False)
-        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def positions(self) -> int:

@@ -32,9 +32,8 @@ class MtpDraft(UnrolledDraft):
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]):
-        super().__init__()
+        super().__init__(config, vocabulary, aux_layer_ids)
         self.hidden_size = hidden_size = embedding.shape[1]
-        self.config, self.vocabulary, self.aux_layer_ids = config, vocabulary, tuple(aux_layer_ids)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.embedding_norm, self.hidden_norm = (norm_of(config, hidden_size) for _ in range(2))
         self.layers = nn.ModuleList([MtpLayer(config, hidden_size)])
@@ -42,7 +41,6 @@ class MtpDraft(UnrolledDraft):
         head = torch.empty(len(vocabulary), hidden_size)
         self.lm_head = TargetTable(head, trained=False, stored=False)
         self.embed_tokens = TargetTable(embedding, trained=False, stored=False)
-        self.register_buffer("target_ids", vocabulary.target_ids.clone(), persistent=False)
 
     @property
     def trains_chains(self) -> bool:

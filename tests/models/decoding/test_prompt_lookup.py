@@ -2,7 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.decoding.prompt_lookup import PromptLookup, PromptLookupProposer
+from models.decoding.copying import CopyingProposer
+from models.decoding.prompt_lookup import PromptLookup
 from models.drafts.batched_proposer import Turn
 from models.drafts.sampling import GREEDY
 from models.drafts.trees import NO_PROPOSAL
@@ -10,7 +11,7 @@ from models.drafts.trees import NO_PROPOSAL
 NOTHING = torch.empty(0, 0)
 
 
-def proposed(text: list[int], lookahead: int, proposer: PromptLookupProposer | None = None) -> list[int]:
+def proposed(text: list[int], lookahead: int, proposer: CopyingProposer | None = None) -> list[int]:
     """The chain that follows a text."""
     turns = {0: Turn(text, NOTHING, lookahead, GREEDY)}
     return (proposer or PromptLookup().proposers(1)).propose(turns)[0].proposals.tokens.tolist()

@@ -34,7 +34,7 @@ def slow_row(text: list[int], likeliest: Likeliest, read: int, token: int) -> li
 @given(text=st.lists(st.integers(0, 5), min_size=2, max_size=24), seed=st.integers(0, 99), at_once=st.integers(1, 5))
 def test_chain_and_tree_follow_the_last_place_of_each_token(text, seed, at_once):
     """However many positions are observed at a time: the newest row of each token counts, as a search would say."""
-    likeliest, proposer = observed(seed, len(text) - 1), TokenRecycling(3).proposers(1)
+    likeliest, proposer = observed(seed, len(text) - 1), TokenRecycling().proposers(1)
     for start in range(0, len(text) - 1, at_once):
         read = min(start + at_once, len(text) - 1)
         proposer.observe(0, torch.tensor(text[start:read]), likeliest[start:read])
@@ -53,7 +53,7 @@ def test_chain_and_tree_follow_the_last_place_of_each_token(text, seed, at_once)
 
 def test_a_dynamic_tree_takes_the_likeliest_paths():
     """By hand: 1 (0.9) and its child 2 (0.9 x 0.8) beat the root's second candidate 3 (0.1)."""
-    proposer = TokenRecycling(2).proposers(1)
+    proposer = TokenRecycling().proposers(1)
     shares = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.5, 0.5]])
     proposer.observe(0, torch.tensor([0, 1, 3]), Likeliest(torch.tensor([[1, 3], [2, 0], [4, 5]]), shares.log()))
     tree = grown(proposer, [1, 3, 0], DynamicTree(2, 2, 3))
@@ -62,7 +62,7 @@ def test_a_dynamic_tree_takes_the_likeliest_paths():
 
 
 def test_every_conversation_has_its_own_matrix():
-    source = TokenRecycling(3)
+    source = TokenRecycling()
     batch = source.proposers(2)
     batch.observe(0, torch.tensor([1, 2]), observed(0, 2))
     assert batch.propose({1: Turn([2, 1], NOTHING, 2, GREEDY)})[1].parents == ()
