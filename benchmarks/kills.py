@@ -28,6 +28,7 @@ from infra.files.atomic import write_atomically
 from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
+from infra.pools.local import LOCKS
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware, versions
 from models.config.recipe import load_recipe
@@ -121,7 +122,7 @@ def free() -> bool:
     """Whether nobody holds a lock of one of the GPUs."""
     try:
         for gpu in GPUS:
-            with hold(Path(tempfile.gettempdir()) / "draftsmith-gpus" / f"{gpu}.lock"):
+            with hold(LOCKS / f"{gpu}.lock"):
                 pass
     except LockHeldError:
         return False

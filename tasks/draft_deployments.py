@@ -168,7 +168,8 @@ def of_draft(client: SyncPrefectClient, draft: str) -> list[DeploymentResponse]:
 def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, Any]]:
     """A draft's deployments as prefect.yaml has them."""
     draft, tree = config.draft_name, config.model_dump(mode="json", exclude_unset=True)
-    retrain = _deployment("retrain_draft.retrain", config, options, {"config": tree}, resumable=True, limit=ONE)
+    # No limit: Prefect ends a run whose slot it cannot renew, and trainings of one draft wait for each other anyway.
+    retrain = _deployment("retrain_draft.retrain", config, options, {"config": tree}, resumable=True)
     if options.cron:
         retrain["schedules"] = [_schedule("retrain", options.cron, options)]
     again = [_when_promoted(draft, tree)] if config.data.source == LIVE else []

@@ -68,6 +68,11 @@ class TrafficScan:
     """Why a version cannot be tested."""
 
     @property
+    def newest(self) -> int:
+        """Number of the newest registered version."""
+        return max(self.versions)
+
+    @property
     def change(self) -> "TargetChange | None":
         """What changed under the champion and was not made known; None, too, soon after another change."""
         found = self.traffic.change_under(self.champion.version)
@@ -160,7 +165,7 @@ def judge_traffic(look: TrafficScan) -> TrafficScan:
         kept = series.trimmed(config.keep_windows if series.served in live else ENDED_WINDOWS, test)
         traffic = traffic.with_series(kept)
         if series.served in live:
-            findings.append(assess(traffic, kept, draft, look.champion, test, config))
+            findings.append(assess(traffic, kept, draft, look.champion, test, config, newest=look.newest))
             get_run_logger().info(in_words(findings[-1]))
     return replace(look.recording(traffic), findings=findings, refusals=refusals)
 
@@ -227,7 +232,7 @@ def announce(look: TrafficScan, finding: DriftFinding, prompts: PromptsRecord | 
     version, run = finding.draft.version, finding.draft.tags.get(RUN, "")
     tell(event, look.config.draft, version=version, reason=summary, run=run, event_id=event_id, **more)
     get_run_logger().warning("announced as %s: %s", event, summary)
-    return look.recording(look.traffic.with_series(series.with_announced(finding.due)))
+    return look.recording(look.traffic.with_series(series.with_announced(finding.due, look.newest)))
 
 
 @side_effect("announce change of target")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
-from httpx import HTTPError, HTTPStatusError, codes
+from httpx import HTTPError, HTTPStatusError, TransportError, codes
 from prefect import Task, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -113,18 +113,12 @@ def on_cpu(run: OpenRun) -> Pool:
 @contextmanager
 def _promptly_queued(pools: LocalPools, spec: PoolSpec) -> Iterator[None]:
     """A slot of this machine's queue, or PoolBusyError. A server that is away must not stop the training."""
-    place = ExitStack()
-    try:
-        place.enter_context(_queued(pools, [spec], PROMPT_S))
-    except (TimeoutError, ConcurrencySlotAcquisitionError, HTTPError) as error:
-        raise PoolBusyError(f"this machine's queue has no place for {spec.gpus} GPUs now: {error}") from error
-    try:
-        yield
-    finally:
+    with ExitStack() as place:
         try:
-            place.close()
-        except HTTPError as error:
-            get_run_logger().warning("a place in the queue comes back in %g s only: %s", LEASE_S, error)
+            place.enter_context(_queued(pools, [spec], PROMPT_S))
+        except (TimeoutError, ConcurrencySlotAcquisitionError, HTTPError) as error:
+            raise PoolBusyError(f"this machine's queue has no place for {spec.gpus} GPUs now: {error}") from error
+        yield
 
 
 @contextmanager
@@ -168,14 +162,15 @@ LEASE_S = 60.0
 def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
     """Hold `slots` of the `of` slots of a limit, which is created if it does not exist.
 
-    Raises TimeoutError or ConcurrencySlotAcquisitionError if they do not become free within `wait_s` seconds.
+    Waits for a server that is away. If it is away at the end, the slots become free when their lease expires.
+    Raises TimeoutError, ConcurrencySlotAcquisitionError or httpx.HTTPError if none are free within `wait_s` seconds.
     """
-    deadline = time.monotonic() + wait_s
-    with ExitStack() as place:
+    deadline, told = time.monotonic() + wait_s, False
+    with _given_back_or_warned() as place:
         while True:
-            _set_limit(limit, of)
             left_s = max(0.0, deadline - time.monotonic())
             try:
+                _set_limit(limit, of)
                 # A server that is away for longer than a lease must not end the flow.
                 held = concurrency(
                     limit, slots, timeout_seconds=left_s, lease_duration=LEASE_S, strict=True,
@@ -183,11 +178,29 @@ def occupy(limit: str, slots: int, of: int, wait_s: float) -> Iterator[None]:
                 )  # fmt: skip
                 place.enter_context(held)
                 break
-            except ConcurrencySlotAcquisitionError as error:
-                if left_s < LOOK_AGAIN_S or not _was_lowered(error):
+            except (ConcurrencySlotAcquisitionError, HTTPError) as error:
+                away = _is_away(error)
+                if left_s < LOOK_AGAIN_S or not (away or _was_lowered(error)):
                     raise
+                if away and not told:
+                    get_run_logger().warning("waiting for Prefect's server (concurrency limit %s): %s", limit, error)
+                told = away
                 time.sleep(LOOK_AGAIN_S)
         yield
+
+
+@contextmanager
+def _given_back_or_warned() -> Iterator[ExitStack]:
+    """A stack of leases. Failing to release them is a warning: what they were held for is done by then."""
+    place = ExitStack()
+    try:
+        yield place
+    finally:
+        try:
+            # Prefect's context manager does not see the body's error, which it could replace by its own.
+            place.close()
+        except HTTPError as error:
+            get_run_logger().warning("concurrency slots become free by themselves, within %g s: %s", LEASE_S, error)
 
 
 def _set_limit(name: str, of: int) -> None:
@@ -198,9 +211,20 @@ def _set_limit(name: str, of: int) -> None:
             client.upsert_global_concurrency_limit_by_name(name, of)
 
 
-def _was_lowered(error: ConcurrencySlotAcquisitionError) -> bool:
+def _cause(error: Exception) -> BaseException | None:
+    """The error of HTTP that Prefect's error was raised for, or is."""
+    return error.__cause__ if isinstance(error, ConcurrencySlotAcquisitionError) else error
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether the server was not reached, or had an error of its own."""
+    cause = _cause(error)
+    return isinstance(cause, TransportError) or (isinstance(cause, HTTPStatusError) and cause.response.is_server_error)
+
+
+def _was_lowered(error: Exception) -> bool:
     """Whether somebody made the limit smaller than what is asked for, while this flow waited."""
-    cause = error.__cause__
+    cause = _cause(error)
     return isinstance(cause, HTTPStatusError) and cause.response.status_code == codes.UNPROCESSABLE_ENTITY
 
 

@@ -22,6 +22,7 @@ from prefect.states import Completed
 from pydantic import Field
 
 from infra.files.atomic import write_atomically
+from infra.files.run_folder import RunFolder
 from infra.markdown import markdown_table
 from infra.pools.base import Pool
 from infra.records.acceptance import GateDecision, RegisteredDraft, SmokeResult
@@ -33,7 +34,7 @@ from infra.tracking.promotion import DraftInService, Step
 from tasks.events import PROMOTED, UNPROVEN, WAITING, WITHDRAWN, tell
 from tasks.pools import occupy, run_main, span_of
 from tasks.report.meaning import what_next
-from tasks.run import OpenRun
+from tasks.run import OpenRun, run_named
 from tasks.side_effects import artifact_key, draft_tag, side_effect
 
 EVENTS = {"promotion": PROMOTED, "withdrawal": WITHDRAWN}
@@ -207,6 +208,10 @@ def _deployed(client: SyncPrefectClient, name: str) -> UUID | None:
         return None
 
 
+ANSWER = "approval.json"
+"""File in a promotion's run folder: what the person said."""
+
+
 class Approval(RunInput):
     """The form behind "Resume" in Prefect's UI."""
 
@@ -218,6 +223,16 @@ class Approval(RunInput):
     @property
     def by(self) -> str:
         return self.name.strip() or "a person in Prefect's UI"
+
+    @classmethod
+    def of_run(cls, run: str | None) -> "Approval | None":
+        """The answer that a promotion's run has; None: it is still to be asked for."""
+        file = run_named(run).path / ANSWER if run else None
+        return cls.model_validate_json(file.read_bytes()) if file and file.is_file() else None
+
+    def keep(self, folder: RunFolder) -> None:
+        """Keep it with the run: a flow that dies while it waits for a GPU does not ask again when it is resumed."""
+        write_atomically(folder.path / ANSWER, self)
 
 
 @side_effect("find candidate")

@@ -137,7 +137,7 @@ def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
         folder = run_named(name)
         return folder if folder.path.is_dir() else None
     for note in runs_folder().glob(f"[!.]*/{FLOW_RUN}"):
-        with suppress(FileNotFoundError):  # a run that is removed meanwhile
+        with suppress(FileNotFoundError, PermissionError):  # a run that is removed meanwhile, or another user's
             if note.read_text() == flow_run:
                 return RunFolder(note.parent)
     return None

@@ -7,6 +7,8 @@ from infra.doctor.finding import Finding, judge
 from infra.pools.gpus import NVLINK, Gpu, Gpus
 from infra.quantities import byte_size, plural
 
+RESTART = "runs use the others; restart the machine, and read `dmesg | grep Xid` if that does not help"
+
 
 def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
     """One finding for each GPU, or one that says that there is none."""
@@ -15,7 +17,10 @@ def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
             return [judge("an NVIDIA card, but no driver: the CPU is used", note=True)]
         return [judge("none by NVML: generators and trainer use the CPU")]
     driver = f"driver {inventory.driver}, CUDA up to {inventory.cuda}"
-    return [_judge_gpu(f"GPU {index}", gpu, driver) for index, gpu in enumerate(inventory.gpus)]
+    places = (place for place in range(len(inventory.gpus) + len(inventory.lost)) if place not in inventory.lost)
+    working = [_judge_gpu(f"GPU {place}", gpu, driver) for place, gpu in zip(places, inventory.gpus, strict=True)]
+    lost = f"does not answer, {driver}"
+    return working + [judge(lost, note=True, name=f"GPU {place}", remedy=RESTART) for place in inventory.lost]
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:

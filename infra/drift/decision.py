@@ -52,6 +52,8 @@ def assess(
     champion: RegisteredDraft,
     test: DriftTest,
     config: WatchConfig,
+    *,
+    newest: int | None = None,
 ) -> DriftFinding:
     """Test one version's windows, and decide what an alarm calls for.
 
@@ -62,6 +64,7 @@ def assess(
         champion: the version that is to serve.
         test: against the version's own benchmark.
         config: of the watch.
+        newest: the newest registered version; None: unknown.
     """
     verdict = judge(series, test)
     alarm = series.due(verdict, config.quiet_hours * 3600)
@@ -74,7 +77,7 @@ def assess(
         return replace(finding, held=f"version {champion.version} is champion: finish its rollout")
     if is_the_versions_fault(finding, config.probation_windows):
         return replace(finding, due=alarm, event="degraded")
-    held = _not_yet(finding, alarm, leading) or _passing(finding)
+    held = _not_yet(finding, alarm, leading) or _passing(finding, newest)
     return replace(finding, held=held) if held else replace(finding, due=alarm, event="drifted")
 
 
@@ -85,18 +88,20 @@ def _not_yet(finding: DriftFinding, alarm: TrafficWindow, leading: Leading | Non
     return "the alarm came while most servers ran another version" if alarm.ended <= leading.since else ""
 
 
-def _passing(finding: DriftFinding) -> str:
+def _passing(finding: DriftFinding, newest: int | None) -> str:
     """Why an alarm calls for no retraining (yet); empty for a fall that has lasted for a day.
 
     A test of windows takes hours in which everybody asks something hard for a fall. And a fall that was made known
-    before, and that retraining has not mended, is no reason to train again until there is a further one.
+    before, and that retraining has not mended, is no reason to train again until there is a further one. A retraining
+    that failed has registered no version, and is no reason to wait.
     """
     series, fall = finding.series, finding.test.fall
     day, windows = series.last_day(), series.windows
     if len(day) == len(windows) and not series.dropped and windows[-1].ended - windows[0].began < DAY_S:
         return "it serves for less than a day: retraining waits until a day has been seen"
     mean, benchmark = mean_length(day), finding.test.reference.length
-    if series.fallen_to is not None and mean >= (1 - fall / 2) * series.fallen_to:
+    retrained = series.newest_then is None or newest is None or newest > series.newest_then
+    if retrained and series.fallen_to is not None and mean >= (1 - fall / 2) * series.fallen_to:
         return f"it has not fallen further than to the {series.fallen_to:.2f} of the alarm before"
     if mean >= (1 - fall / 2) * benchmark:
         return (

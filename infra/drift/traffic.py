@@ -87,6 +87,8 @@ class Series(Record):
     """Ends of the windows whose alarms were made known."""
     fallen_to: float | None = None
     """Acceptance length over the day before the newest of these alarms was made known."""
+    newest_then: int | None = None
+    """The newest registered version at that time: whether the alarm led to another one. None: unknown."""
 
     @property
     def num_windows(self) -> int:
@@ -132,10 +134,10 @@ class Series(Record):
         """The windows that ended in the day before the newest one did."""
         return tuple(window for window in self.windows if window.ended > self.windows[-1].ended - DAY_S)
 
-    def with_announced(self, window: TrafficWindow) -> "Series":
-        """The series in which the alarm of this window was made known."""
-        fallen_to = mean_length(self.last_day())
-        return self.model_copy(update={"announced": (*self.announced, window.ended), "fallen_to": fallen_to})
+    def with_announced(self, window: TrafficWindow, newest: int | None = None) -> "Series":
+        """The series in which the alarm of this window was made known, when `newest` was the newest version."""
+        announced, fallen_to = (*self.announced, window.ended), mean_length(self.last_day())
+        return self.model_copy(update={"announced": announced, "fallen_to": fallen_to, "newest_then": newest})
 
 
 @dataclass(frozen=True)
@@ -244,9 +246,8 @@ class TrafficRecord(Record):
         before = self.servers.get(url)
         if before and before.start != reading.draft.start:
             before = None
-        known = before.target if before else None
         return ServerState(
-            target=known or (reading.target and with_content(reading.target)),
+            target=(before and before.target) or (reading.target and with_content(reading.target)),
             start=reading.draft.start,
             swapped=reading.draft.swapped,
             version=version,

@@ -78,6 +78,8 @@ class Gpus:
     driver: str
     cuda: int
     """Highest CUDA major version that the driver supports."""
+    lost: tuple[int, ...] = ()
+    """Positions of GPUs that do not answer, among all in PCI order."""
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
@@ -85,18 +87,45 @@ class Gpus:
         return tuple(device for gpu in self.gpus for device in gpu.slices or (gpu,))
 
 
+LOST = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_Unknown)  # pyright: ignore[reportAttributeAccessIssue]
+"""What NVML says of one GPU that has fallen off the bus. The others still work."""
+
+
 @contextmanager
 def _nvml() -> Iterator[list[Any]]:
-    """Handles of all GPUs that this process may use, in the order of their PCI addresses."""
+    """Handles of all GPUs that this process may use, in the order of their PCI addresses; None for a lost one.
+
+    Raises pynvml.NVMLError without a working driver, and where all GPUs are lost.
+    """
     pynvml.nvmlInit()
     try:
         handles = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             with suppress(pynvml.NVMLError_NoPermission):  # pyright: ignore[reportAttributeAccessIssue]
-                handles.append(pynvml.nvmlDeviceGetHandleByIndex(index))  # not one that a control group hides
+                handles.append(_handle(index))  # not one that a control group hides
+        _refuse_none_left(handles)
         yield handles
     finally:
         pynvml.nvmlShutdown()
+
+
+def _handle(index: int) -> Any:
+    """None for a GPU that is lost, which takes its place so that the positions of the others stay."""
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        pynvml.nvmlDeviceGetUUID(handle)  # some drivers hand out the handle of a GPU that answers nothing more
+        return handle
+    except LOST:
+        return None
+
+
+def _working(answers: Sequence[Any]) -> list[Any]:
+    return [answer for answer in answers if answer is not None]
+
+
+def _refuse_none_left(answers: Sequence[Any]) -> None:
+    if answers and not _working(answers):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -105,7 +134,7 @@ def visible_gpus() -> tuple[str, ...]:
     try:
         with _nvml() as handles:
             if names is None:
-                devices = [device for handle in handles for device in _slices(handle) or [handle]]
+                devices = [device for handle in _working(handles) for device in _slices(handle) or [handle]]
             else:
                 devices = _resolve(names, handles)
             return tuple(str(pynvml.nvmlDeviceGetUUID(device)) for device in devices)
@@ -116,12 +145,13 @@ def visible_gpus() -> tuple[str, ...]:
 def named_by_position(names: Sequence[str]) -> dict[str, str]:
     """Environment that names whole GPUs by their positions in PCI order, for programs that read numbers alone.
 
-    Empty where a name is that of a MIG slice, and where GPUs are hidden from this process: positions could differ.
+    Empty where a name is that of a MIG slice, and where GPUs are lost or hidden from this process: positions could
+    differ.
     """
     try:
         with _nvml() as handles:
-            uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-            hidden = len(handles) < pynvml.nvmlDeviceGetCount()
+            uuids = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in _working(handles)]
+            hidden = len(uuids) < pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError:
         return {}
     if hidden or not names or not set(names) <= set(uuids):
@@ -154,8 +184,10 @@ def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
     """The devices of a list such as $CUDA_VISIBLE_DEVICES, up to the first name that is not one, as CUDA reads it.
 
     A name is a position (Ray, Slurm), counted in PCI order, or a UUID of a GPU or a MIG slice, or its beginning.
+    Positions of lost GPUs are left out.
     """
-    by_uuid = {str(pynvml.nvmlDeviceGetUUID(one)): one for handle in handles for one in (handle, *_slices(handle))}
+    named = (device for handle in _working(handles) for device in (handle, *_slices(handle)))
+    by_uuid = {str(pynvml.nvmlDeviceGetUUID(device)): device for device in named}
     devices = []
     for name in names:
         if name.isdecimal():
@@ -164,7 +196,7 @@ def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
             matching = [device for uuid, device in by_uuid.items() if uuid.startswith(name)]
         if len(matching) != 1:
             break
-        devices += matching
+        devices += _working(matching)
     return devices
 
 
@@ -173,7 +205,7 @@ def _slices(handle: Any) -> list[Any]:
     try:
         if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
             return []
-    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
+    except (pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
         return []
     slices = []
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
@@ -183,12 +215,22 @@ def _slices(handle: Any) -> list[Any]:
 
 
 def read_gpus(root: Path = Path("/")) -> Gpus | None:
-    """The inventory; None without a driver."""
+    """The inventory; None without a driver. Raises pynvml.NVMLError where no GPU answers."""
     try:
         with _nvml() as handles:
             driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-            return Gpus(tuple(_read_gpu(handle, handles, root) for handle in handles), str(driver), int(cuda))
+            found = [_read_unless_lost(handle, handles, root) for handle in handles]
+            _refuse_none_left(found)
+            lost = tuple(position for position, gpu in enumerate(found) if gpu is None)
+            return Gpus(tuple(_working(found)), str(driver), int(cuda), lost)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+
+
+def _read_unless_lost(handle: Any, handles: Sequence[Any], root: Path) -> Gpu | None:
+    try:
+        return None if handle is None else _read_gpu(handle, handles, root)
+    except LOST:
         return None
 
 
@@ -214,7 +256,7 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         pci=pci,
         numa=numa_node(root / "sys/bus/pci/devices" / pci).replace("-1", ""),
         nics=tuple(nearest_devices([pci], root)),
-        links=tuple("" if handle is other else _link(handle, other) for other in handles),
+        links=tuple("" if other is None or handle is other else _link(handle, other) for other in handles),
         reserved=int(getattr(memory, "reserved", 0)),
         capability=(int(major), int(minor)),
         slices=tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ())),
@@ -234,7 +276,7 @@ def _link(one: Any, other: Any) -> str:
         if pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
             return NVLINK
         return PCIE[pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)]
-    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
+    except (pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
         return "an unknown way"
 
 

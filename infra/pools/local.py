@@ -4,7 +4,6 @@ One flock per GPU UUID keeps two runs off one GPU, whichever processes they belo
 is left alone: it is neither free nor ours to wait for quietly.
 """
 
-import tempfile
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +19,9 @@ from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
 from infra.settings import permitted_gpus, visible_devices
+
+LOCKS = Path("/tmp/draftsmith-gpus")
+"""The same for all users, whatever their $TMPDIR is: a GPU is locked for the whole machine."""
 
 
 class LocalPool(Pool):
@@ -44,7 +46,7 @@ class LocalPools:
 
     def __init__(self, gpus: tuple[str, ...] | None = None, locks: Path | None = None) -> None:
         self.gpus = _own_gpus() if gpus is None else gpus
-        self._locks = locks or Path(tempfile.gettempdir()) / "draftsmith-gpus"
+        self._locks = locks or LOCKS
         self._held: dict[str, ExitStack] = {}
 
     def check(self, specs: Sequence[PoolSpec]) -> None:
@@ -62,11 +64,11 @@ class LocalPools:
         self.check(specs)
         wanted = sum(spec.gpus for spec in specs)
         with ExitStack() as stack:
-            foreign = _foreign() if wanted else {}
+            foreign = _foreign(self.gpus) if wanted else {}
             locked = self._lock(wanted, stack, foreign)
             if len(locked) < wanted:
                 runs = len(self.gpus) - len(locked) - len(foreign)
-                strangers = "".join(f"; {gpu} is in use by {who}, stop them" for gpu, who in foreign.items())
+                strangers = "".join(f"; {gpu} {why}" for gpu, why in foreign.items())
                 raise PoolBusyError(
                     f"{in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs "
                     f"now{strangers}"
@@ -131,10 +133,20 @@ def _refuse_several_slices(spec: PoolSpec, gpus: Collection[str]) -> None:
         )
 
 
-def _foreign() -> dict[str, str]:
-    """GPUs that somebody uses, and who: a run that holds their locks, or a stranger. Raises Refusal."""
+def _foreign(gpus: Collection[str]) -> dict[str, str]:
+    """GPUs that cannot be leased, and why: a run that holds their locks uses them, or a stranger, or they are lost.
+
+    Raises Refusal where none answers.
+    """
     try:
-        found = read_gpus()
+        inventory = read_gpus()
     except NVMLError as error:
         raise Refusal(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
-    return {gpu.uuid: gpu.held for gpu in found.devices if gpu.held} if found else {}
+    if inventory is None:
+        return {}
+    used = {gpu.uuid: f"is in use by {gpu.held}, stop them" for gpu in inventory.devices if gpu.held}
+    if not inventory.lost:
+        return used
+    # NVML does not tell the UUID of a lost GPU; $DRAFTSMITH_GPUS may name it.
+    working = {gpu.uuid for gpu in inventory.devices}
+    return used | {gpu: "does not answer, see what nvidia-smi says of it" for gpu in gpus if gpu not in working}

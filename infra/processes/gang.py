@@ -26,11 +26,12 @@ class Gang:
     def poll(self) -> int | None:
         """0 when all have ended well, the status of the first that has not, or None while they run."""
         statuses = [member.poll() for member in self._members]
+        # A leader that ends well after another failed was stopped because of that.
+        if self._led and self._failed is None and statuses[0] == 0:
+            return 0
         for member, status in zip(self._members, statuses, strict=True):
             if status and self._failed is None:
                 self._failed = member
-        if self._led and statuses[0] == 0:
-            return 0
         return self._failed.poll() if self._failed else None if None in statuses else 0
 
     def failure(self, endless: bool = False) -> ProcessFailedError | None:

@@ -87,7 +87,7 @@ def test_approved_proven_and_withdrawn(
             ("held-out prompts", 12), ("fixed", 4),
         ]  # fmt: skip
         assert champion(stack) is None, "nobody has approved it"
-        approve(stack, until)
+        approve(stack, start, until)
         nightly(stack, start)
         refuse_broken(stack, start)
         choose_broken_by_hand(stack, start, until)
@@ -95,7 +95,7 @@ def test_approved_proven_and_withdrawn(
         choose_by_hand(stack, start, until)
 
 
-def approve(stack: Any, until: Callable[..., None]) -> None:
+def approve(stack: Any, start: Callable[..., str], until: Callable[..., None]) -> None:
     """The run that asks was submitted by the retraining; it waits without a process until a person answers."""
     (asking,) = stack.flow_runs("promote")
     shown = stack.wait_for(asking, "PAUSED")
@@ -112,6 +112,9 @@ def approve(stack: Any, until: Callable[..., None]) -> None:
     assert serving.tags[registry.SMOKE_TEST].startswith("passed: acceptance length")
     (decision,) = history(tracked(stack).uri, DRAFT)
     assert (decision.outcome, decision.by, decision.reason) == ("promoted", "Ada", "it is better")
+    # As `recover` starts it again where its flow has died: nobody is asked again, and nothing is done twice.
+    completed(stack, start("promote", draft=DRAFT, tracking_uri=tracked(stack).uri, run=decision.run))
+    assert history(tracked(stack).uri, DRAFT) == [decision]
     until(lambda: events(stack, "draftsmith.draft.promoted"), "for the event")
     (told,) = events(stack, "draftsmith.draft.promoted")
     payload = told["payload"]

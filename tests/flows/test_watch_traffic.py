@@ -208,6 +208,7 @@ def test_a_fall_starts_retraining_once(
     assert len(series.windows) == 31, "what an unknown draft accepts is nobody's"
     engine.serve_requests(300, 0.8 * LENGTH)
     assert "the test says that it has fallen" in look()
+    assert store.read(DRAFT).series[0].newest_then == 1
     until(lambda: events(stack), "for the event")
     (event,) = events(stack)
     assert event["resource"]["prefect.resource.id"] == DRAFT

@@ -29,6 +29,13 @@ def test_a_recipe_is_deployed_as_it_is() -> None:
     assert [one["active"] for one in found["benchmark_champion"]["schedules"]] == [False]
 
 
+def test_a_server_that_is_away_ends_no_training() -> None:
+    """Prefect ends a run of a deployment with a limit when it cannot renew the run's slot for some minutes."""
+    found = by_flow("tiny", [])
+    assert "concurrency_limit" not in found["retrain"]
+    assert found["promote"]["concurrency_limit"]["limit"] == 1
+
+
 def test_options_add_schedules_a_watch_and_a_regeneration() -> None:
     servers = ("http://one:30000", "http://two:30000")
     found = by_flow("tiny", ["data.regeneration={}"], cron="0 3 * * 0", watch=servers, requests="/logs")

@@ -1,13 +1,107 @@
 """The queue for a machine's GPUs."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from uuid import uuid4
 
 import pytest
 from httpx import HTTPStatusError, Request, Response
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.logging import disable_run_logger
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks import pools
+
+
+class PrefectServer(ThreadingHTTPServer):
+    """Answers what `occupy` asks Prefect's server; as often as `failing` says each kind of request fails first."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.failing = {"GET": 0, "increment": 0, "decrement": 0}
+        self.released = 0
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: PrefectServer
+
+    def answer(self, status: int, body: object = None) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def fails(self, kind: str) -> bool:
+        self.server.failing[kind] -= 1
+        if self.server.failing[kind] >= 0:
+            self.answer(500)
+        return self.server.failing[kind] >= 0
+
+    def do_GET(self) -> None:
+        if "csrf" in self.path:
+            self.answer(404)  # as servers that have none
+        elif not self.fails("GET"):
+            now = "2026-01-01T00:00:00Z"
+            limit = {"id": str(uuid4()), "name": "gpus", "limit": 4, "active": True, "active_slots": 0}
+            self.answer(200, limit | {"slot_decay_per_second": 0, "created": now, "updated": now})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        kind = next((kind for kind in self.server.failing if kind in self.path), None)
+        if kind and self.fails(kind):
+            return
+        self.server.released += kind == "decrement"
+        limits = [{"id": str(uuid4()), "name": "gpus", "limit": 4}]
+        self.answer(200, {"lease_id": str(uuid4()), "limits": limits})
+
+    def log_message(self, *_arguments: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def prefect_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[PrefectServer]:
+    """Limits need names of their own: Prefect keeps a client for each of them."""
+    monkeypatch.setattr(pools, "LOOK_AGAIN_S", 0.05)
+    with PrefectServer() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: address}), disable_run_logger():
+            yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["GET", "increment"])
+def test_a_server_that_is_away_is_waited_for(prefect_server: PrefectServer, kind: str) -> None:
+    prefect_server.failing[kind] = 2
+    with pools.occupy(f"gpus-{uuid4()}", 2, 4, wait_s=10):
+        assert prefect_server.failing[kind] < 0
+    assert prefect_server.released == 1
+
+
+def test_a_server_that_stays_away_ends_the_wait_at_its_deadline(prefect_server: PrefectServer) -> None:
+    prefect_server.failing["GET"] = 10**6
+    with pytest.raises(HTTPStatusError, match="500"), pools.occupy("gpus", 2, 4, wait_s=0.5):
+        raise AssertionError("no slot was given")
+
+
+@pytest.mark.parametrize("body", [None, KeyError("of the body")])
+def test_slots_that_cannot_be_given_back_do_not_fail_what_is_done(
+    prefect_server: PrefectServer, body: Exception | None
+) -> None:
+    raised = None
+    try:
+        with pools.occupy(f"gpus-{uuid4()}", 2, 4, wait_s=10):
+            prefect_server.shutdown()
+            prefect_server.server_close()  # from now on connections are refused
+            if body:
+                raise body
+    except KeyError as error:
+        raised = error
+    assert raised is body
 
 
 def test_workers_that_divide_a_machine_have_queues_of_their_own() -> None:

@@ -1,6 +1,7 @@
 """What is done with a registered version: the gate's word, once, and only against the champion that it met."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -9,13 +10,15 @@ from prefect import flow
 from prefect.client.schemas.objects import StateType
 from prefect.testing.utilities import prefect_test_harness
 
+from flows.promote_draft import promote
+from infra.files.run_folder import RunFolder
 from infra.records.acceptance import BenchmarkResult, GateDecision, RegisteredDraft
 from infra.tracking import registry
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 from tasks.events import UNPROVEN
-from tasks.promotion import NOT_PROMOTED, ended, tell_unproven
+from tasks.promotion import NOT_PROMOTED, Approval, ended, tell_unproven
 
 REASON = "worse than version 3"
 
@@ -61,6 +64,22 @@ def test_prefect_hands_the_folder_to_the_caller(failed: GateDecision) -> None:
         state = run(return_state=True)
         assert (state.type, state.name) == (StateType.COMPLETED, NOT_PROMOTED)
         assert run() == "/runs/tiny-1"
+
+
+@pytest.mark.slow
+def test_a_promotion_that_was_answered_does_not_ask_again(
+    tracking: TrackedRun, draft: RegisteredDraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `recover` starts it again where its flow died after the answer."""
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
+    form = Approval.with_initial_data(version=draft.version)
+    form(version=draft.version, decision="reject", name="Ada", reason="not yet").keep(
+        RunFolder(tmp_path / "runs" / "asked")
+    )
+    with prefect_test_harness(server_startup_timeout=120):
+        assert promote(draft.name, tracking_uri=tracking.uri, run="asked").endswith("is not promoted")
+    (decision,) = registry.history(tracking.uri, draft.name)
+    assert (decision.outcome, decision.by, decision.reason) == ("refused", "Ada", "not yet")
 
 
 def again(tracking: TrackedRun, draft: RegisteredDraft) -> RegisteredDraft:

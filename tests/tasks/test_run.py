@@ -15,9 +15,10 @@ from prefect.logging import disable_run_logger
 from infra.refusal import Refusal
 from infra.transport.choice import run_memory_folder
 from models.config.recipe import RunConfig, load_recipe
-from tasks.run import OpenRun, open_run
+from tasks.run import OpenRun, folder_of_flow_run, open_run
 
 ROOT = Path(__file__).parents[2]
+NOBODY = 65534
 
 OWNER = """
 import sys, time
@@ -79,6 +80,27 @@ def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(
     in_flow_run(1, monkeypatch)
     with open_run(config, None) as again:
         assert again.folder.path == one.folder.path
+
+
+def test_a_run_that_another_user_keeps_to_itself_is_passed_over(
+    public_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("theirs", "mine"):
+        (public_folder / name).mkdir()
+        (public_folder / name / "flow_run").write_text(name)
+    (public_folder / "theirs/flow_run").chmod(0)
+    public_folder.chmod(0o755)
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(public_folder))
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.getuid() == 0:
+                os.setuid(NOBODY)
+            mine, theirs = folder_of_flow_run("mine", None), folder_of_flow_run("theirs", None)
+            os._exit(0 if mine and mine.name == "mine" and theirs is None else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_runs_of_the_same_second_have_names_of_their_own_wherever_their_folders_lie(

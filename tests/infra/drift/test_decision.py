@@ -42,7 +42,7 @@ def found(
     """What is found of the last of them."""
     record = TrafficRecord(draft="d", series=all_series, leading=leading)
     served = all_series[-1]
-    return assess(record, served, draft(served.served.version), draft(champion), TEST, config, newest)
+    return assess(record, served, draft(served.served.version), draft(champion), TEST, config, newest=newest)
 
 
 @pytest.mark.parametrize(

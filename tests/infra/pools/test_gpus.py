@@ -192,6 +192,48 @@ def test_a_gpu_that_a_control_group_hides_does_not_count(cards: list[Card], monk
     assert visible_gpus() == ("GPU-bb", "GPU-dd")
 
 
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+@pytest.mark.parametrize("call", ["HandleByIndex", "UUID", "MigMode", "MemoryInfo"])
+def test_a_lost_gpu_leaves_the_others_their_positions(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int
+) -> None:
+    working = getattr(pynvml, f"nvmlDeviceGet{call}")
+
+    def lost(card: Card | int, *arguments: object, **options: object) -> object:
+        if card in (0, cards[0]):
+            raise pynvml.NVMLError(code)
+        return working(card, *arguments, **options)
+
+    monkeypatch.setattr(pynvml, f"nvmlDeviceGet{call}", lost)
+    inventory = read_gpus()
+    assert inventory is not None
+    assert (inventory.lost, [gpu.uuid for gpu in inventory.gpus]) == ((0,), ["GPU-bb", "GPU-cc", "GPU-dd"])
+    assert [finding.name for finding in devices.gpus(inventory)] == ["GPU 1", "GPU 2", "GPU 3", "GPU 0"]
+    assert "GPU 2 through other NUMA nodes" not in devices.gpus(inventory)[2].found  # 2 and 3 are linked by NVLink
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-aa,GPU-dd")
+    pools = LocalPools(locks=tmp_path / "locks")
+    assert pools.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))[0].gpus == ("GPU-dd",)
+    with pytest.raises(PoolBusyError, match="GPU-aa does not answer"):
+        pools.acquire([PoolSpec("training", 1)], Owner("other", tmp_path))
+    pools.release("run")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
+    assert visible_gpus()[-1] == "GPU-cc"
+    if call in ("HandleByIndex", "UUID"):
+        assert visible_gpus() == ("GPU-cc",)
+        assert named_by_position(["GPU-dd"]) == {}
+
+
+def test_where_all_gpus_are_lost_nothing_is_leased(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def lost(_index: int) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lost)
+    with pytest.raises(Refusal, match="this machine's GPUs do not answer"):
+        LocalPools(("GPU-aa",), tmp_path).acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+
+
 def test_slices_are_leased_in_place_of_their_gpu(
     cards: list[Card], slices: tuple[Card, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

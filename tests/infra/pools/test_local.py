@@ -4,7 +4,9 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -118,6 +120,19 @@ def test_users_of_one_machine_share_its_locks(public_folder: Path) -> None:
     for file in locks.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o666
     assert stat.S_IMODE(locks.stat().st_mode) == 0o1777
+
+
+def test_users_with_temporary_folders_of_their_own_share_the_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = f"GPU-{uuid4()}"
+    first = LocalPools((gpu,))
+    first.acquire([PoolSpec("training", 1)], Owner("one", tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR sets it
+    with pytest.raises(PoolBusyError):
+        LocalPools((gpu,)).acquire([PoolSpec("training", 1)], Owner("two", tmp_path))
+    first.release("one")
+    Path(f"/tmp/draftsmith-gpus/{gpu}.lock").unlink()
 
 
 def as_another_user(locks: Path) -> str:

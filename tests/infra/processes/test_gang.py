@@ -86,6 +86,21 @@ def test_a_led_one_ends_with_its_first_member_and_the_others_are_stopped(tmp_pat
     assert members._members[1].poll() is not None
 
 
+def test_a_leader_that_ends_well_when_stopped_does_not_hide_who_failed(tmp_path: Path) -> None:
+    """As a server does that has nothing to do when a part of it on another machine dies."""
+    ready = tmp_path / "ready"
+    scripts = (
+        f"trap 'kill $!; exit 0' TERM; touch {ready}; sleep 600 & wait",
+        f"until [ -e {ready} ]; do sleep 0.02; done; exit 3",
+    )
+    with closing(KeptProcess(lambda: gang(tmp_path, *scripts, led=True), restarts=0)) as kept:
+        end(kept)
+    assert isinstance(kept.failure, ProcessFailedError)
+    assert kept.failure.headline == "member-1 ended with exit code 3"
+    assert isinstance(kept.process, Gang)
+    assert [member.poll() for member in kept.process._members] == [0, 3]
+
+
 def test_waiting_for_one_tells_who_failed_and_ends_in_time(tmp_path: Path) -> None:
     failing = gang(tmp_path, "sleep 600", "exit 3", led=True)
     with pytest.raises(ProcessFailedError, match="member-1 ended with exit code 3"):
