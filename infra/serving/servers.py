@@ -130,7 +130,7 @@ def expected(counts: RequestCounts | None, lookahead: int | None) -> tuple[StepG
     if counts is None or lookahead is None or lookahead not in counts.greedy:
         return ()
     rows = counts.greedy[lookahead][: len(counts.prompts)]
-    return tuple(StepGroup(tokens=tokens, steps=steps) for tokens, steps in rows)
+    return tuple(StepGroup(tokens=int(tokens), steps=int(steps)) for tokens, steps in rows)
 
 
 def trouble_with(
