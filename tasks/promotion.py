@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.input import RunInput
+from prefect.runtime import flow_run as this_flow_run
 from prefect.states import Completed
 from pydantic import Field
 
@@ -34,7 +35,7 @@ from infra.tracking.promotion import DraftInService, Step
 from tasks.events import PROMOTED, UNPROVEN, WAITING, WITHDRAWN, tell
 from tasks.pools import occupy, run_main, span_of
 from tasks.report.meaning import what_next
-from tasks.run import OpenRun, run_named
+from tasks.run import OpenRun, folder_of_flow_run, run_named
 from tasks.side_effects import artifact_key, draft_tag, side_effect
 
 EVENTS = {"promotion": PROMOTED, "withdrawal": WITHDRAWN}
@@ -227,7 +228,9 @@ class Approval(RunInput):
     @classmethod
     def of_run(cls, run: str | None) -> "Approval | None":
         """The answer that a promotion's run has; None: it is still to be asked for."""
-        file = run_named(run).path / ANSWER if run else None
+        flow_run = this_flow_run.get_id()  # "Retry" in Prefect's page names no run
+        folder = run_named(run) if run else flow_run and folder_of_flow_run(flow_run, None)
+        file = folder.path / ANSWER if folder else None
         return cls.model_validate_json(file.read_bytes()) if file and file.is_file() else None
 
     def keep(self, folder: RunFolder) -> None:

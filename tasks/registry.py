@@ -16,7 +16,7 @@ from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.quantities import plural, signed
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
-from infra.records.benchmark_text import key, sources
+from infra.records.benchmark_text import key, shown_lookaheads, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
 from infra.refusal import Refusal
@@ -173,7 +173,7 @@ def why_unwatchable(counts: RequestCounts) -> str | None:
 
 def acceptance_table(result: BenchmarkResult) -> dict[str, list[float | int | None]]:
     """Acceptance length by lookahead, one column per source of proposals."""
-    lookaheads = sorted(result.acceptance.length)
+    lookaheads = shown_lookaheads(result)
     columns = {name: [of.length.get(at) for at in lookaheads] for name, of in sources(result).items()}
     return {"lookahead": [*lookaheads], **columns}
 

@@ -93,7 +93,7 @@ def _passing(finding: DriftFinding, newest: int | None) -> str:
 
     A test of windows takes hours in which everybody asks something hard for a fall. And a fall that was made known
     before, and that retraining has not mended, is no reason to train again until there is a further one. A retraining
-    that failed has registered no version, and is no reason to wait.
+    that failed has registered no version, and is no reason to wait; one that goes on for `quiet_hours` neither.
     """
     series, fall = finding.series, finding.test.fall
     day, windows = series.last_day(), series.windows

@@ -40,7 +40,7 @@ class Ground(Record):
     dataset_hash: str
     margin: float
     challenger: Rows
-    """At the benchmark's lookahead, as the next two."""
+    """At the benchmark's lookahead, as the next two, but for a champion that the engine served at its own."""
     champion: Rows | None
     """None without a champion."""
     prompt_lookup: Rows | None = None

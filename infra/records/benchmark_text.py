@@ -62,19 +62,25 @@ def acceptance_tables(result: BenchmarkResult) -> dict[str, list[dict[str, str]]
 
     One row for each source, one column for each lookahead; empty where not measured.
     """
-    at, columns = result.conditions.lookahead, sorted(result.acceptance.length)
-    tables = {}
+    at, columns, tables = result.conditions.lookahead, shown_lookaheads(result), {}
     for traffic in sorted(("greedy", "sampled"), key=lambda name: name != result.traffic):
         rows = [
             {"acceptance length by lookahead": _with_texts(name, of, result.conditions)}
             | {str(one): f"{of.length[one]:.2f}" if one in of.length else "" for one in columns}
-            | {"steps": f"{of.steps[at]:,}" if at in of.steps else ""}
+            | {"steps": f"{of.steps[at if at in of.steps else max(of.steps)]:,}"}
             for name, of in sources_on(result, traffic).items()
         ]
         if rows:
             text = text_of(result, traffic)
             tables[text[0].upper() + text[1:]] = rows
     return tables
+
+
+def shown_lookaheads(result: BenchmarkResult) -> list[int]:
+    """The draft's lookaheads, and that of a source which was measured at none of them: in the serving engine a champion
+    of another method may have one of its own."""
+    own = set(result.acceptance.length)
+    return sorted(own.union(*(of.length for of in sources(result).values() if own.isdisjoint(of.length))))
 
 
 def _with_texts(name: str, of: Acceptance, conditions: Conditions) -> str:

@@ -91,12 +91,11 @@ class Follower:
 
     def round(self) -> bool:
         """One look and what follows from it; returns whether every server runs what the registry wants."""
-        now = time.time()
-        heard = self._hear()
-        looks = self._fleet.look(self.state, now)
+        now, heard = time.time(), self._hear()
+        looks, target = self._fleet.look(self.state, now), self.state.target
         self._note(looks, now)
         self._try(looks, now)
-        return self._act(looks, now) and heard
+        return self._act(looks, now) and heard and self.state.target == target
 
     def _hear(self) -> bool:
         """What the registry says, after it was told what was taken back; False where nothing can be done about it."""
@@ -121,7 +120,7 @@ class Follower:
         if told != NO_DRAFT and not self._opened[told].arguments:
             self._say("alone", f"version {told}: the target alone is faster, says its benchmark: no draft is served")
         self._keep(heed(self.state, told))
-        return True
+        return told not in self.state.taken_back
 
     def _report_taken_back(self) -> None:
         """Withdraw in the registry what was taken back here. Where that fails, what is promoted next is heard of."""
@@ -343,7 +342,7 @@ class Follower:
             self._print(f"all servers run {in_words(self.state.target)}")
         self._keep(complete(self.state))
         remove_others(self._folder, self._config.draft, {self.state.target, *self.state.proven[-2:]})
-        return not self.state.taken_back
+        return True
 
     def _as_started(self, seen: SeenServer, wanted: int, report: ServerReport | None) -> SeenServer:
         """A server whose command or arguments are not those of the settings any more is replaced like a foreign one.

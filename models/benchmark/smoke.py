@@ -42,6 +42,8 @@ def smoke_test(run: RunWithTarget, export: Path, benchmarked: RequestCounts) -> 
         )
     config, lookahead = run.config.benchmark, run.config.benchmark.lookahead
     prompts = benchmarked.prompts
+    if not prompts:
+        raise Refusal("the version's benchmark kept no prompts, so nothing can be decoded again: retrain")
     if why_engine_counts(run, leased_bytes()):
         return _in_engine(run, export, prompts, benchmarked)
     prompts = prompts[: len(benchmarked.texts) or len(prompts)]

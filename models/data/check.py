@@ -27,8 +27,8 @@ SHOWN_SUFFIXES = 5
 _LACKING = {
     "answer": "without a turn of the assistant: nothing of them is learned; data.regeneration={} lets the target "
     "answer them",
-    "reasoning": "with reasoning before the last answer alone, as in logs of requests: the earlier answers are not "
-    "learned, because the target reasons before it answers",
+    "reasoning": "with reasoning before the last answer alone, as in logs of requests: where the chat template has a "
+    "place for reasoning the earlier answers are not learned, because the target reasons before it answers",
     "end": "with an answer that was cut: it is learned without an end",
     "answer after its reasoning": "with an answer that was cut inside its reasoning or a tool call: it is not learned",
 }

@@ -45,12 +45,13 @@ def render_conversation(template: ChatTemplate, document: Document, turns: Turns
     """The texts that teach all answers of a conversation, or the last, of those that may be learned.
 
     An answer before which nothing stands is never generated, so it is not learned, and neither is an empty one, or one
-    that a client sent back without its reasoning.
+    that a client sent back without its reasoning, where the template has a place for it.
 
     Raises UnrenderableError: the template refuses the conversation, or drops or changes an answer.
     """
     document = _with_reasoning_apart(template, document)
-    left_out = sent_back(document.messages) | {0}
+    reasons = template.reads_reasoning(document.tools) or template.knows_thinking(document.tools)
+    left_out = (sent_back(document.messages) if reasons else frozenset()) | {0}
     answers = [
         turn
         for turn, message in enumerate(document.messages)

@@ -23,6 +23,7 @@ _TEMPLATE_KEYS = ("tool_call_id", "name")
 """Keys of a turn that templates get unchanged. SGLang drops them from a user's turns."""
 _CUT = frozenset(("length", "max_tokens", "model_context_window_exceeded", "content_filter", "abort", "error"))
 """Reasons, in OpenAI's API, Anthropic's and those of engines, for which an answer stops before its end."""
+_CUT_KEYS = {"finish_reason", "stop_reason"}
 Turn = dict[str, Any]
 """A turn with `role`, one of the roles of Message, `content`, a text or parts that are text or media, and `number`."""
 
@@ -74,7 +75,7 @@ def messages_of(place: str, record: Mapping[str, Any], turns: Sequence[Turn], me
 def _logged_answer(record: Mapping[str, Any], begun: bool) -> Turn | None:
     """The answer beside a logged request: in `choices`, or in a `response` that has them, is a message or a text.
 
-    `begun`: the turns end with an answer. A text beside it may be anything, and is then none.
+    `begun`: the turns end with an answer. What stands beside it, and is no response of an API, is then none.
     """
     response = record.get("response")
     known = parsed(response)
@@ -85,10 +86,12 @@ def _logged_answer(record: Mapping[str, Any], begun: bool) -> Turn | None:
         if isinstance(answer, dict):
             break
     else:
-        answer = known if isinstance(known, dict) else {} if begun else {"content": response}
+        answer = known if isinstance(known, dict) else {"content": response}
+        if begun and not (isinstance(answer.get("content"), list) or _CUT_KEYS & set(answer)):
+            answer = {}  # another answer to the same question, as preference data has one
     said = any(answer.get(key) for key in ("content", "tool_calls", "function_call"))
     if not said and _was_cut(record) and any(answer.get(key) for key in _REASONING_KEYS):
-        return {**answer, "role": "assistant", "content": ""}
+        return {**answer, "role": "assistant", "content": "", "refusal": None}
     return {**answer, "role": "assistant"} if said else None
 
 
@@ -98,8 +101,10 @@ def _continued(begun: Turn, answer: Turn, record: Mapping[str, Any]) -> Turn:
     if begun.get("tool_calls") or any(medium(part) for one in contents if isinstance(one, list) for part in one):
         return begun
     first, rest = (one if isinstance(one, str) else joined([part["text"] for part in one]) for one in contents)
-    # Some servers repeat the beginning (vLLM's `echo`), and some logs add the answer to the turns.
-    whole = rest if record.get("echo") or rest.strip() == first.strip() else first + rest
+    if without_thinking(first).strip() == rest.strip():  # a log that adds the answer to the turns
+        return {**answer, **begun}
+    # Some servers repeat the beginning (vLLM's `echo`).
+    whole = rest if record.get("echo") else first + rest
     return {**begun, **answer, "content": whole, "number": begun["number"]}
 
 
@@ -108,7 +113,7 @@ def _was_cut(record: Mapping[str, Any]) -> bool:
     holders = [one for one in (record, parsed(record.get("response"))) if isinstance(one, dict)]
     choices = [parsed(holder.get("choices")) for holder in holders]
     firsts = [one[0] for one in choices if isinstance(one, list) and one and isinstance(one[0], dict)]
-    return any(_names_a_cut(one.get(key)) for one in [*holders, *firsts] for key in ("finish_reason", "stop_reason"))
+    return any(_names_a_cut(one.get(key)) for one in [*holders, *firsts] for key in _CUT_KEYS)
 
 
 def _names_a_cut(reason: Any) -> bool:

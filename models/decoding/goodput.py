@@ -20,7 +20,8 @@ TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "se
          "per_position")  # fmt: skip
 """Amounts of `CostFit`, in the order of `_terms`."""
 PREFERENCE = 1 - 1e-6 * np.arange(len(TERMS))
-"""Factors of the terms: of equal ones, as where each text has one token, the first is chosen."""
+"""Factors that break ties: of terms with equal columns, as texts and tokens where each text has one token, the first is
+chosen."""
 ROUNDING = 1e-12
 """Seconds; smaller amounts are 0."""
 

@@ -216,11 +216,14 @@ class TargetModel:
 
 
 def eos_ids(target: Path) -> frozenset[int]:
-    """The tokens that end the target's text, as SGLang and vLLM take them together: those of its generation
-    configuration, its model configuration and its tokenizer, which differ in many fine-tuned targets."""
-    named = [read_model_config(target).get_text_config().eos_token_id]
+    """The tokens that end the target's text: those of its configuration, its generation configuration and its tokenizer
+    together, as in SGLang; they differ in many fine-tuned targets."""
+    config = read_model_config(target)
+    named = [getattr(config, "eos_token_id", None)]
     if (target / GENERATION_CONFIG).is_file():
         named.append(GenerationConfig.from_pretrained(target).eos_token_id)
+    if named == [None] * len(named):
+        named.append(config.get_text_config().eos_token_id)
     if (target / TOKENIZER_CONFIG).is_file():
         named.append(read_tokenizer(target).eos_token_id)
     return frozenset(token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids))

@@ -34,8 +34,8 @@ class HeldoutWalk:
     """Measures every `training.heldout_steps` steps, as soon as a generator has made the texts."""
 
     def __init__(self, run: PreparedRun, draft: Draft, divided: bool):
-        """`divided`: the draft is going to be divided among ranks. It is copied now, and the copy stays on the host but
-        for the tables, which are the draft's own, and the weights that are measured."""
+        """`divided`: the draft is going to be divided among ranks, so it is copied now. The copy's weights stay on the
+        host, and its tables are the draft's own; a measurement puts the averaged weights on the device."""
         self._path, self._every = run.folder.heldout, run.config.training.heldout_steps
         self._lookahead, self._media_ids = run.config.benchmark.lookahead, torch.tensor(run.target.media_ids)
         self._texts: list[Continued] = []

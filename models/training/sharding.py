@@ -45,9 +45,8 @@ def sync_gradients(draft: Draft, wanted: bool) -> None:
 
 
 def whole(value: Any, wanted: bool) -> Any:
-    """Nested dicts, lists and tuples with every divided tensor put together, in the host's memory: one GPU has room for
-    one of them more, and not for all. All ranks have to ask at the same time; those that want nothing keep their parts.
-    """
+    """Nested dicts, lists and tuples with every divided tensor put together in the host's memory, one at a time: a GPU
+    has no room for all of them. A collective operation of all ranks; those with `wanted=False` keep their parts."""
 
     def put_together(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):

@@ -22,7 +22,7 @@ GPUS = ("GPU-aa", "GPU-bb")
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPools:
     """A machine with two idle GPUs, as another run sees it."""
     locks = tmp_path / "locks"
-    monkeypatch.setattr("infra.pools.local._foreign", dict)
+    monkeypatch.setattr("infra.pools.local._foreign", lambda _gpus: {})
     monkeypatch.setattr(bench_command, "LocalPools", lambda: LocalPools(GPUS, locks))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return LocalPools(GPUS, locks)

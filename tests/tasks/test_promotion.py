@@ -19,6 +19,7 @@ from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 from tasks.events import UNPROVEN
 from tasks.promotion import NOT_PROMOTED, Approval, ended, tell_unproven
+from tasks.run import FLOW_RUN
 
 REASON = "worse than version 3"
 
@@ -80,6 +81,22 @@ def test_a_promotion_that_was_answered_does_not_ask_again(
         assert promote(draft.name, tracking_uri=tracking.uri, run="asked").endswith("is not promoted")
     (decision,) = registry.history(tracking.uri, draft.name)
     assert (decision.outcome, decision.by, decision.reason) == ("refused", "Ada", "not yet")
+
+
+def test_a_retry_of_a_promotion_finds_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect's "Retry" names no run: the folder is known by its flow run."""
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path / "runs"))
+    assert Approval.of_run(None) is None, "outside a flow run"
+    monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "one-of-prefect")
+    assert Approval.of_run(None) is None
+    folder = tmp_path / "runs" / "asked"
+    folder.mkdir(parents=True)
+    (folder / FLOW_RUN).write_text("one-of-prefect")
+    answer = Approval.with_initial_data(version=3)(version=3, decision="approve", name="Ada", reason="better")
+    answer.keep(RunFolder(folder))
+    found = Approval.of_run(None)
+    assert found is not None
+    assert (found.version, found.decision) == (3, "approve")
 
 
 def again(tracking: TrackedRun, draft: RegisteredDraft) -> RegisteredDraft:

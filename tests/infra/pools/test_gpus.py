@@ -209,7 +209,7 @@ def test_a_lost_gpu_leaves_the_others_their_positions(
     assert inventory is not None
     assert (inventory.lost, [gpu.uuid for gpu in inventory.gpus]) == ((0,), ["GPU-bb", "GPU-cc", "GPU-dd"])
     assert [finding.name for finding in devices.gpus(inventory)] == ["GPU 1", "GPU 2", "GPU 3", "GPU 0"]
-    assert "GPU 2 through other NUMA nodes" not in devices.gpus(inventory)[2].found  # 2 and 3 are linked by NVLink
+    assert "NVLink to GPU 2" in devices.gpus(inventory)[2].found  # 2 and 3 are linked by NVLink
     monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-aa,GPU-dd")
     pools = LocalPools(locks=tmp_path / "locks")
     assert pools.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))[0].gpus == ("GPU-dd",)

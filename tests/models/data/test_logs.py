@@ -55,6 +55,29 @@ def test_answers_that_came_back_without_their_reasoning_are_not_learned(learned,
     assert refused == []
 
 
+def test_a_target_that_does_not_reason_learns_all_answers(learned) -> None:
+    texts, _ = learned(logged(turns({"content": "one"}), content="two", reasoning_content="hm"), "llama3")
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "beside", "expected"),
+    [
+        ("<think>hm</think>four", {"content": "four", "reasoning_content": "hm"}, "<think>hm</think>four"),
+        ("four", {"content": "four"}, "four"),
+    ],
+)
+def test_an_answer_that_a_log_has_twice_is_one(said: str, beside: dict[str, Any], expected: str) -> None:
+    record = {"messages": [ASKED, {"role": "assistant", "content": said}], "choices": [{"message": beside}]}
+    assert as_document("log.jsonl:1", record).messages[-1].content == expected
+
+
+def test_another_answer_beside_an_answered_question_is_not_joined() -> None:
+    record = {"messages": [ASKED, {"role": "assistant", "content": "one"}]}
+    other = as_document("log.jsonl:1", record | {"response": {"role": "assistant", "content": "two"}})
+    assert [message.content for message in other.messages] == [ASKED["content"], "one"]
+
+
 def test_reasoning_of_the_calls_since_the_last_question_may_be_logged(learned) -> None:
     calling = {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "so"}
     history = [*turns({"content": "one"}), calling, {"role": "tool", "content": "sun", "tool_call_id": "abcdefghi"}]
