@@ -483,7 +483,7 @@ def test_sglang_has_its_gpus_to_itself(run: PreparedRun, target: Path, text: Pat
         draft=run.folder.export, dataset_hash="d", template_hash="t", prompts=12,
     )  # fmt: skip
     with pytest.raises(LoadedError):
-        smoke_test(run, run.folder.export, RequestCounts(conditions=conditions, greedy={}, sampled={}))
+        smoke_test(run, run.folder.export, RequestCounts(conditions=conditions, greedy={}, sampled={}, prompts=((3,),)))
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text)]
     with pytest.raises(LoadedError):
         bench(options([*arguments, "--engines", "reference,sglang"]))
