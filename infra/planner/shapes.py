@@ -3,7 +3,6 @@
 A target's shape comes from the `config.json` of its Hugging Face folder; a draft's from its method's configuration.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from infra.planner.target_files import MODELOPT_FILE, read_target_config, with_modelopt
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 
@@ -140,16 +140,10 @@ class DraftShape(Record):
 
 
 def read_target_shape(file: Path) -> TargetShape:
-    """The shape in a target's `config.json`. Raises Refusal if it is incomplete."""
+    """The shape in a target's `config.json` and the files beside it. Raises Refusal if it is incomplete."""
     if not file.is_file():
         raise Refusal(f"{file} is missing: give the target's shape by plan.target")
-    try:
-        tree = json.loads(file.read_text())
-    except ValueError as error:
-        raise Refusal(f"{file} is not JSON: {error}") from error
-    modelopt = file.with_name("hf_quant_config.json")
-    if modelopt.is_file():  # ModelOpt's own file, beside a configuration that may not mention it
-        tree = {"quantization_config": json.loads(modelopt.read_text()).get("quantization", {})} | tree
+    tree = with_modelopt(read_target_config(file), file.with_name(MODELOPT_FILE))
     try:
         return target_shape(tree)
     except (KeyError, TypeError) as error:

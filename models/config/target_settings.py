@@ -1,16 +1,17 @@
 """What the target's `config.json` decides of a recipe: shape, layers to read, sizes of the draft's layers.
 
-Reads local files or the Hub's `config.json`, no weights, and imports no torch.
+Reads local files or the Hub's small JSON files, no weights, and imports no torch.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from infra.hub_errors import hub_refusals
 from infra.planner.shapes import TargetShape, target_shape
+from infra.planner.target_files import MODELOPT_FILE, read_target_config, with_modelopt
 from infra.refusal import Refusal
 from infra.settings import cache_folder, expanded
 from models.config.benchmark import BenchmarkConfig
@@ -45,22 +46,25 @@ def read_settings(target: TargetConfig) -> Tree:
             "num_key_value_heads": tiny.kv_heads,
             "intermediate_size": tiny.intermediate_size,
         }
-    file = _converted(target.name) if target.source == "gguf-package" else _huggingface(target)
-    try:
-        tree = json.loads(file.read_text())
-    except OSError as error:
-        raise Refusal(f"{file} cannot be read ({error.strerror}): target.name needs a Hugging Face folder") from error
-    except ValueError as error:
-        raise Refusal(f"{file} is not JSON ({error}): fetch the target again") from error
-    if not isinstance(tree, dict):
-        raise Refusal(f"{file} holds a {type(tree).__name__}, not a target's configuration: fetch the target again")
-    return tree
+    return read_target_config(_config_file(target))
+
+
+def _config_file(target: TargetConfig, shape_hint: str = "") -> Path:
+    """`shape_hint`: another remedy, of a caller that wants no more than the shape."""
+    return _converted(target.name) if target.source == "gguf-package" else _huggingface(target, shape_hint)
 
 
 def read_shape(target: TargetConfig) -> TargetShape:
     """The target's shape. Raises Refusal if it cannot be found out."""
+    if target.source == "tiny":
+        tree = read_settings(target)
+    else:
+        file = _config_file(target, ", or give the shape by plan.target")
+        tree = read_target_config(file)
+        if not tree.get("quantization_config"):
+            tree = with_modelopt(tree, _modelopt_file(target, file))
     try:
-        return target_shape(read_settings(target))
+        return target_shape(tree)
     except (KeyError, TypeError) as error:
         raise Refusal(
             f"the config.json of {target.name} does not say {error}: the planner reads Llama-like configurations; give "
@@ -78,25 +82,40 @@ def _converted(package: str) -> Path:
     return found[-1]
 
 
-def _huggingface(target: TargetConfig) -> Path:
+def _huggingface(target: TargetConfig, shape_hint: str) -> Path:
     folder = expanded("target.name", target.name)
     if folder.is_dir():
         return folder / "config.json"
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
+    offline = f"name a local folder{shape_hint}"
     try:
         cached = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
         if isinstance(cached, str):
             return Path(cached)
-        return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
+        with hub_refusals("target.name", target.name, target.revision, shape_hint, offline):
+            return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
     except HFValidationError as error:
         raise Refusal(f"target.name {target.name!r} is neither a folder nor an id of the Hub: correct it") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise Refusal(
-            f"the shape of {target.name} is not known here, and the Hub does not give its config.json: give the shape "
-            "by plan.target, or a folder by target.name"
-        ) from error
+
+
+def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
+    """ModelOpt's file beside `config`, or on the Hub. None if there is none, or the Hub does not give it."""
+    beside = config.with_name(MODELOPT_FILE)
+    if beside.is_file() or target.source == "gguf-package" or expanded("target.name", target.name).is_dir():
+        return beside
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    commit = config.parent.name  # of the snapshot in the cache, so that both files are of one revision
+    try:
+        # The cache remembers that a commit has no such file, which spares the next plan the request.
+        if try_to_load_from_cache(target.name, MODELOPT_FILE, revision=commit) is not None:
+            return None
+        return Path(hf_hub_download(target.name, MODELOPT_FILE, revision=commit, etag_timeout=HUB_S))
+    except (HfHubHTTPError, LocalEntryNotFoundError):
+        return None  # most targets are not quantized: a plan without a network is worth more than this file
 
 
 LATENT_FIELDS = tuple(LatentAttention.model_fields)

@@ -5,21 +5,16 @@ split are looked up in the Parquet files that the Hub makes of every public data
 no code of the dataset runs and its own layout does not matter. With a path, the files there are read as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import httpx
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-)
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+from infra.hub_errors import hub_refusals
 from infra.refusal import Refusal
 from infra.settings import expanded
 
@@ -27,35 +22,23 @@ SCHEME = "hf://"
 CONVERTED = "refs/convert/parquet"
 FORM = "hf://datasets/OWNER/NAME[@REVISION][/PATH], or without PATH [?config=C&split=S]"
 TIMEOUT_S = 60.0
+# huggingface_hub lets its HTTP client's errors through: httpx's in version 1, httpx2's in version 2, and its own error
+# inherits from them.
+_CLIENT_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])
 
 
-def model_folder(setting: str, name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The local folder `name`, or the Hub's snapshot of the files that match `patterns`.
+def model_folder(
+    setting: str, name: str, revision: str | None, patterns: list[str], ignored: list[str] | None = None
+) -> Path:
+    """The local folder `name`, or the Hub's snapshot of the files that match `patterns` and none of `ignored`.
 
-    Raises Refusal, with the recipe's `setting`, if there is neither.
+    In both, `*` matches `/`, too. Raises Refusal, with the recipe's `setting`, if there is neither.
     """
     folder = expanded(setting, name)
     if folder.is_dir():
         return folder.absolute()
-    with _refusals(f"{setting}: there is no folder {name} (looked in {Path.cwd()})", name, revision, ""):
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-
-
-@contextmanager
-def _refusals(place: str, name: str, revision: str | None, hint: str) -> Iterator[None]:
-    """Turns the Hub's errors into Refusals that start with `place` and end with `hint`."""
-    try:
-        yield
-    except LocalEntryNotFoundError as error:
-        raise Refusal(
-            f"{place}: {name} is not in the Hugging Face cache, and the Hub cannot be reached: check the network, or "
-            "give a local file or folder"
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise Refusal(
-            f"{place}: the Hub refused {name} at revision {revision or 'main'}: {error}. Check name and revision; if "
-            f"it is gated, accept its terms and run `hf auth login`{hint}"
-        ) from error
+    with hub_refusals(f"{setting}: there is no folder {name} (looked in {Path.cwd()})", name, revision):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
 
 
 @dataclass(frozen=True)
@@ -112,7 +95,7 @@ def fetch(wanted: HubDataset, one_kind: Callable[[Iterable[str]], list[str]]) ->
     """
     repository, revision = wanted.repository, wanted.revision
     hint = "; a dataset that the Hub does not convert to Parquet needs a path to its files"
-    with _refusals("data.source", repository, revision, hint):
+    with hub_refusals("data.source", repository, revision, hint):
         names = one_kind(wanted.below(_names(wanted)))
         # By the name of the revision, so that a branch is found again in the cache without a network.
         folder = snapshot_download(repository, repo_type="dataset", revision=revision, allow_patterns=names)
@@ -124,7 +107,9 @@ def _names(wanted: HubDataset) -> list[str]:
     repository, revision = wanted.repository, wanted.revision
     try:
         info = HfApi().dataset_info(repository, revision=revision, timeout=TIMEOUT_S)
-    except (OfflineModeIsEnabled, httpx.TransportError):
+    except HfHubHTTPError:
+        raise  # the Hub was reached
+    except (OfflineModeIsEnabled, _CLIENT_ERROR):
         cached = snapshot_download(
             repository,
             repo_type="dataset",

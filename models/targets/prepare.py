@@ -50,6 +50,9 @@ _HUB_FILES = [
     "*.jinja",
     "LICENSE*",
 ]
+# Copies of the same weights in the format of their authors' own code (Llama, gpt-oss, Mistral), as large again. The
+# pattern for safetensors would match them, as "*" matches "/". A repository that has no others is refused in any case.
+_HUB_IGNORED = ["original/*", "metal/*", "consolidated*"]
 
 
 def prepare_target(config: TargetConfig) -> TargetRecord:
@@ -63,7 +66,7 @@ def prepare_target(config: TargetConfig) -> TargetRecord:
     elif config.source == "gguf-package":
         folder = converted_package(config.name)
     else:
-        folder = model_folder("target.name", config.name, config.revision, _HUB_FILES)
+        folder = model_folder("target.name", config.name, config.revision, _HUB_FILES, _HUB_IGNORED)
         if not Path(config.name).expanduser().is_dir() and _HUB_COMMIT.fullmatch(folder.name):
             revision = folder.name
     whole = _checked(folder, config.aux_layer_ids)

@@ -140,8 +140,10 @@ def weight_bytes(path: Path, dtype: torch.dtype) -> int:
     nbytes = sum((path / file).stat().st_size for file in set(tensor_files(path).values()))
     if read_quantization(path):
         return nbytes
-    text = read_model_config(path).get_text_config()
-    stored = text.dtype if isinstance(text.dtype, torch.dtype) else torch.float32
+    config = read_model_config(path)
+    # Configurations of multimodal targets may give the data type for all parts at once.
+    declared = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    stored = declared if isinstance(declared, torch.dtype) else torch.float32
     return nbytes * dtype.itemsize // stored.itemsize
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig
 
 from infra.planner.memory import generator_static
 from infra.planner.shapes import TargetShape, read_target_shape, target_shape
+from infra.planner.target_files import GEMMA3_TEXT
 from models.config.draft import parse_draft_config
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
@@ -33,6 +35,17 @@ MAVERICK = LLAMA4 | {"num_local_experts": 128, "interleave_moe_layer_step": 2}
 GEMMA3_270M = {
     "hidden_size": 640, "num_hidden_layers": 18, "vocab_size": 262144, "num_attention_heads": 4,
     "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA3 = {  # as google/gemma-3-{4b,12b,27b}-it are published: text_config leaves out what equals the default
+    4: {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240},
+    12: {
+        "hidden_size": 3840, "num_hidden_layers": 48, "intermediate_size": 15360, "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    27: {
+        "hidden_size": 5376, "num_hidden_layers": 62, "intermediate_size": 21504, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128,
+    },
 }  # fmt: skip
 MIXED = {"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}} | {
     f"model.layers.{layer}.mlp.experts": {"quant_algo": "W4A16_NVFP4"} for layer in range(3)
@@ -122,10 +135,39 @@ def test_other_names_of_what_a_target_has(tmp_path: Path) -> None:
     assert read_target_shape(tmp_path / "config.json").bytes_per_weight == 0.5625
 
 
+@pytest.mark.parametrize(("billions", "stored"), [(4, 3.88e9), (12, 11.77e9), (27, 27.0e9)])
+def test_published_gemmas_leave_out_what_equals_the_default(billions: int, stored: float, tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text"} | GEMMA3[billions]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    shape = read_target_shape(tmp_path / "config.json")
+    assert (shape.vocab_size, shape.hidden_size) == (262_208, text["hidden_size"])
+    assert shape.parameters == pytest.approx(stored, rel=0.01)  # with tied embeddings, without the vision tower
+
+
+def test_gemmas_defaults_are_those_of_transformers() -> None:
+    default = Gemma3TextConfig().to_dict()
+    default["rope_theta"] = default["rope_parameters"]["full_attention"]["rope_theta"]
+    assert {name: default[name] for name in GEMMA3_TEXT} == GEMMA3_TEXT
+
+
+def test_a_damaged_modelopt_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B | {"quantization_config": None}))
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    assert read_target_shape(tmp_path / "config.json").bytes_per_weight == 1.0
+    for damaged in ("{", "[]"):
+        file.write_text(damaged)
+        with pytest.raises(ValueError, match=r"hf_quant_config\.json does not hold ModelOpt's quantization"):
+            read_target_shape(tmp_path / "config.json")
+
+
 def test_a_configuration_that_says_too_little(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"n_embd": 768}))
     with pytest.raises(ValueError, match=r"does not say 'hidden_size'.*plan\.target"):
+        read_target_shape(file)
+    file.write_text(json.dumps({"text_config": "gemma3"}))
+    with pytest.raises(ValueError, match="text_config is a str, not an object"):
         read_target_shape(file)
     file.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

@@ -9,6 +9,8 @@ import pytest
 from infra.refusal import Refusal
 from models.config.eagle3 import Eagle3Config
 from models.config.recipe import RunConfig, load_recipe
+from models.config.target import TargetConfig
+from models.config.target_settings import read_shape
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 32, "vocab_size": 128_256,
@@ -93,6 +95,28 @@ def test_families_that_say_it_otherwise(recipe_for) -> None:
     assert eagle3(recipe_for(ODD["experts alone"])).intermediate_size == 768
     few = recipe_for(ODD["few layers and tokens"])
     assert (few.target.aux_layer_ids, eagle3(few).vocab_size) == ((0, 1), None)
+
+
+def test_gemma_3_leaves_out_what_equals_the_default(recipe_for, tmp_path: Path) -> None:
+    """google/gemma-3-4b-it, as it is published."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    draft = eagle3(recipe_for({"model_type": "gemma3", "text_config": text}))
+    assert (draft.num_heads, draft.num_kv_heads, draft.head_dim, draft.rope_theta) == (8, 4, 256, 1e6)
+    assert (draft.vocab_size, draft.fc_norm) == (32_000, True)
+    target = TargetConfig(name=str(tmp_path / "target"), aux_layer_ids=(0,))
+    assert read_shape(target).vocab_size == 262_208
+
+
+def test_a_folders_modelopt_file_is_read_before_a_run(recipe_for, tmp_path: Path) -> None:
+    """nvidia/Llama-3.1-8B-Instruct-FP8 has no quantization_config in its config.json."""
+    target = recipe_for(LLAMA).target
+    assert read_shape(target).bytes_per_weight is None
+    modelopt = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "target" / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    assert read_shape(target).bytes_per_weight == 1.0
 
 
 @pytest.mark.parametrize(

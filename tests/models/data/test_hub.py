@@ -141,9 +141,11 @@ def test_what_is_read_and_from_which_commit(endpoint: str, tmp_path: Path) -> No
     ]
     assert [message in said for message, said in zip(messages, refused, strict=True)] == [True] * 5, refused
     # Without a network, what was read before is read again.
-    (again, missing) = read(tmp_path, "http://127.0.0.1:9", sources[0], "hf://datasets/some/new", HF_HUB_OFFLINE="1")
-    assert again == train
-    assert "is not in the Hugging Face cache, and the Hub cannot be reached" in missing
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {}):
+        sources = [sources[0], "hf://datasets/some/new"]
+        (again, missing) = read(tmp_path, "http://127.0.0.1:9", *sources, **environment)
+        assert again == train
+        assert "is not in the Hugging Face cache, and the Hub cannot be reached" in missing
 
 
 @pytest.mark.parametrize(

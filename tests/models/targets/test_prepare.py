@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+import huggingface_hub.utils
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.recipe import RunConfig
 from models.config.target import TargetConfig
+from models.data import hub
 from models.targets.model import TargetModel
 from models.targets.prepare import as_begun, main, prepare_target
 
@@ -114,6 +116,45 @@ def test_layers_that_the_target_lacks_are_refused(copy: Path) -> None:
 def test_missing_folders_are_named(name: str) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         prepare_target(hugging_face(name))
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        (
+            [  # openai/gpt-oss-20b
+                "config.json", "model-00000-of-00002.safetensors", "model.safetensors.index.json", "metal/model.bin",
+                "original/config.json", "original/dtypes.json", "original/model.safetensors", "tokenizer.json",
+            ],
+            ["config.json", "model-00000-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"],
+        ),
+        (  # mistralai/Mistral-7B-Instruct-v0.3
+            ["config.json", "consolidated.safetensors", "model-00001-of-00003.safetensors", "tokenizer.model.v3"],
+            ["config.json", "model-00001-of-00003.safetensors"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_second_copy_of_the_weights_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], wanted: list[str]
+) -> None:
+    downloaded = []
+
+    def snapshot(name: str, revision: str | None, **patterns: list[str]) -> str:
+        downloaded.extend(huggingface_hub.utils.filter_repo_objects(files, **patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    with pytest.raises(Refusal, match=r"has no config\.json"):
+        prepare_target(hugging_face("some/target"))
+    assert downloaded == wanted
+
+
+def test_a_repository_of_a_foreign_format_alone_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only weights, consolidated.safetensors, are not downloaded."""
+    (copy / "model.safetensors").unlink()
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(copy))
+    with pytest.raises(Refusal, match=r"holds no model\.safetensors: convert the target with save_pretrained first"):
+        prepare_target(hugging_face("some/target"))
 
 
 def test_the_main_tells_people_what_to_do_without_a_network(tmp_path: Path, tiny_config: RunConfig) -> None:

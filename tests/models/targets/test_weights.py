@@ -1,5 +1,6 @@
 """Embedding and head read from files equal those of the loaded model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 
 from infra.records.data_path import TargetRecord
 from models.targets.model import TargetModel
-from models.targets.weights import TargetHead, read_target_head
+from models.targets.weights import TargetHead, read_target_head, weight_bytes
 
 SIZES = {
     "vocab_size": 64,
@@ -82,6 +83,21 @@ def test_text_model_is_found_beside_a_vision_tower(tmp_path: Path) -> None:
     head = read_target_head(tmp_path, torch.float32)
     assert torch.equal(head.embedding, model.get_input_embeddings().weight)
     assert torch.equal(head.head, model.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("place", ["whole", "text", "nowhere"])
+def test_weights_are_counted_in_the_data_type_of_the_whole_configuration(place: str, tmp_path: Path) -> None:
+    """google/gemma-3-27b-it gives its data type once, for all parts."""
+    text = {"model_type": "gemma3_text", "hidden_size": 16}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
+    if place != "nowhere":
+        {"whole": config, "text": text}[place]["torch_dtype"] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"embed_tokens.weight": torch.zeros(64, 16, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    nbytes = (tmp_path / "model.safetensors").stat().st_size
+    stored = 4 if place == "nowhere" else 2
+    assert weight_bytes(tmp_path, torch.bfloat16) == nbytes * 2 // stored
+    assert weight_bytes(tmp_path, torch.float32) == nbytes * 4 // stored
 
 
 def test_rows_of_bfloat16_logits_lie_together() -> None:
