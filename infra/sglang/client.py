@@ -16,11 +16,17 @@ CONNECT_S = 10.0
 REFUSAL_CHARACTERS = 500
 NO_KEY, ELSEWHERE = (401, 403), (404, 405)
 """Statuses for which no prompt is to blame."""
+BUSY = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+"""Statuses of a server that is there and has too much to do, such as one whose queue is full."""
 DATA, DONE = "data: ", "[DONE]"
 
 
 class ServerError(Exception):
     """The server is dead, hangs or fails (HTTP 5xx); no request is to blame."""
+
+
+class ServerBusyError(ServerError):
+    """The server takes no more requests at the moment (HTTP 429 and 503): the same one may succeed later."""
 
 
 class PromptRefusedError(Refusal):
@@ -72,8 +78,8 @@ class SGLangClient:
     ) -> Answer:
         """Continue one prompt; `in_steps`: and watch the engine's steps; `settings`: further ones of the request.
 
-        Raises ServerError, also for an aborted request; PromptRefusedError for a prompt or settings that the server
-        refuses; and Refusal where it refuses us.
+        Raises ServerError, also for an aborted request, and as ServerBusyError from a server that has too much to do;
+        PromptRefusedError for a prompt or settings that the server refuses; and Refusal where it refuses us.
         """
         body = {"input_ids": list(tokens), "sampling_params": sampling, "stream": in_steps, **settings}
         seen, last = [0], {}
@@ -113,7 +119,9 @@ class SGLangClient:
             return Refusal(f"{server.name} refuses: {reason}; set $DRAFTSMITH_SGLANG_API_KEY to its --api-key")
         if answer.is_redirect or answer.status_code in ELSEWHERE:
             return Refusal(f"{server.name} answers {reason}: give SGLang's own address, not a gateway's")
-        if answer.is_client_error and answer.status_code != httpx.codes.TOO_MANY_REQUESTS:
+        if answer.status_code in BUSY:
+            return ServerBusyError(f"{server.name} is too busy for a prompt of {tokens} tokens: {reason}")
+        if answer.is_client_error:
             return PromptRefusedError(f"SGLang refused the prompt of {tokens} tokens: {reason}")
         return ServerError(f"{server.name} failed at a prompt of {tokens} tokens: {reason}; its log is {server.log}")
 

@@ -76,8 +76,10 @@ def capture_command(
         # A replayed graph writes to buffers of its own; steps of answers, which it speeds up, are copied before.
         "--disable-prefill-cuda-graph",
         *(() if answers else ("--disable-decode-cuda-graph",)),
-        # An idle scheduler would otherwise spin, and keep Python's lock from the thread that writes.
-        "--sleep-on-idle",
+        # An idle scheduler would otherwise spin, and keep Python's lock from the thread that writes. With data-parallel
+        # attention every group takes part in each pass, and one without requests of its own would sleep up to a second
+        # before it does (SGLang 0.5.23).
+        *(("--sleep-on-idle",) if config.attention_data_parallel == 1 else ()),
         *config.arguments,
     ]
 

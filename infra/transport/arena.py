@@ -50,13 +50,18 @@ Extent = tuple[int, int]
 class ArenaTransport(Transport):
     """Objects in one mapped file that every process of the run shares."""
 
-    def __init__(self, folder: Path, capacity: int, room_s: float = ROOM_S):
+    def __init__(self, folder: Path, capacity: int, room_s: float = ROOM_S, populate: bool = True):
+        """`populate`: map every page now, which takes seconds for a large arena and holds Python's lock meanwhile.
+
+        Otherwise each page is mapped when it is first touched.
+        """
         self.folder, self._room_s = folder, room_s
         with ExitStack() as opened:
             with _created(folder, capacity):
                 file = opened.enter_context((folder / "arena").open("r+b"))
                 self._extents, self._files = Extents(folder / "extents"), _identities(folder)
-            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+            self._map = mmap.mmap(file.fileno(), 0, flags=flags)
         self._bytes = memoryview(self._map)
         self._writer = uuid.uuid4().hex
         self._alive = ExitStack()

@@ -21,6 +21,7 @@ from infra.transport.mooncake.environment import store_bytes
 from infra.transport.mooncake.transport import MooncakeTransport
 
 IN_MEMORY = ("arena", "mooncake")
+IN_FOLDERS = ("auto", "arena", "files")
 BEYOND_BUDGET = 32 * 2**20
 """Room for what generators write, read and delete before they lease anything: their canaries."""
 SPARE = 16 * 2**20
@@ -108,17 +109,52 @@ def round_bytes(config: TransportConfig, run: Path, epoch_bytes: int, checkpoint
     return min(wanted, room)
 
 
-def open_transport(config: TransportConfig, run: RunFolder) -> Transport:
-    """The transport of this run, for this process."""
+def resolved(config: TransportConfig, run: RunFolder) -> TransportConfig:
+    """`config` for a process that may see another file system: it names the shared memory that the run has.
+
+    Such a process, in a container of its own, would by itself choose by the shared memory that it has.
+    """
+    place = run_memory_folder(run)
+    has_place = config.kind in IN_FOLDERS and config.folder is None and place.is_dir()
+    if not has_place or objects_folder(config, run).parent != place:
+        return config
+    kind = "arena" if config.kind == "auto" else config.kind
+    return config.model_copy(update={"kind": kind, "folder": str(place.parent)})
+
+
+def missing_place(config: TransportConfig, run: RunFolder) -> Path | None:
+    """The folder of the run, or that of its objects, which its owner has made and this process does not see."""
+    places = [run.path]
+    if config.kind in IN_FOLDERS and config.folder is not None:
+        places.append(Path(config.folder) / f"draftsmith-{run.name}")
+    return next((place for place in places if not place.is_dir()), None)
+
+
+def open_transport(config: TransportConfig, run: RunFolder, joins: bool = False) -> Transport:
+    """The transport of this run, for this process.
+
+    `joins`: for a process that serves users. It makes no place for objects, which another one has made, and does not
+    stop its other threads while it opens one. Raises Refusal where it does not see the place.
+    """
     if config.kind == "stored":
         assert config.folder is not None, "checked with the recipe"
         return StoredTransport(config.folder)
     if config.kind == "mooncake":
         return MooncakeTransport(StoreRecord.read(run.store))
     folder = objects_folder(config, run)
+    if joins and not folder.is_dir():
+        raise Refusal(unseen(folder))
     if config.kind == "arena" or (config.kind == "auto" and folder.is_relative_to(run_memory_folder(run))):
-        return ArenaTransport(folder, _object_bytes(config, budget_of(config, run)))
+        return ArenaTransport(folder, _object_bytes(config, budget_of(config, run)), populate=not joins)
     return FileTransport(folder)
+
+
+def unseen(place: Path) -> str:
+    """What is wrong where a server does not see a folder of the run, and the remedy."""
+    return (
+        f"the server does not see the run's folder {place}: in a container, mount the folder of runs and /dev/shm of "
+        "the host into it at the same paths (for shared memory also --ipc=host)"
+    )
 
 
 def sweep(transport: Transport, held_keys: Callable[[], set[str]]) -> None:

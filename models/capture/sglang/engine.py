@@ -20,7 +20,7 @@ from infra.records.drafts import CapturePrecision
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, server_machines, sglang_environment
-from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
+from infra.sglang.client import Answer, PromptRefusedError, ServerError, SGLangClient
 from infra.sglang.command import ServerSpec, capture_command, server_environment
 from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig
 from infra.sglang.server import SGLangServer
@@ -136,7 +136,7 @@ class SGLangEngine:
         asked = {**sampling, "custom_params": self._marks(key)}
         try:
             prompt, more = asked_with(Prompt(tuple(tokens.tolist()), tuple(images)), self.run.target.media_ids)
-            answer = self._client.generate(prompt, asked, **more, **self._settings())
+            answer = self._generate(prompt, asked, **more)
         except PromptRefusedError as error:
             raise SampleError(str(error)) from error
         except ServerError as error:
@@ -151,6 +151,9 @@ class SGLangEngine:
         if reply.record is None:
             raise FAULTS[reply.fault](f"capture in SGLang failed: {reply.error}")
         return Captured(reply.record, reply.put_s), answer.tokens
+
+    def _generate(self, tokens: Sequence[int], sampling: dict[str, Any], **more: Any) -> Answer:
+        return self._client.generate(tokens, sampling, **more, **self._settings())
 
     def _marks(self, key: str) -> dict[str, Any]:
         """By what the plugin tells a request that is captured."""

@@ -30,9 +30,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from infra.files.run_folder import RunFolder
 from infra.files.sockets import listen
 from infra.records.data_path import CaptureSpec
 from infra.records.live import Attach, Attached, LiveRule, LiveText, Taken
+from infra.transport.choice import missing_place, unseen
 from models.capture.sglang.outbox import NAME
 
 PASSWORD = "draftsmith_password"
@@ -174,6 +176,9 @@ class Live(Generic[Captures]):
     def _attach(self, wanted: Attach) -> Attached:
         if self._obstacle:
             return Attached(refused=self._obstacle)
+        # A server in a container of its own would make places for the run's objects that nobody else sees.
+        if (place := missing_place(wanted.spec.transport, RunFolder(wanted.spec.run))) is not None:
+            return Attached(refused=unseen(place))
         self.attachment = attachment = Attachment(wanted, self._make, self._idle)
         return Attached(password=attachment.password, ranks=self._ranks)
 

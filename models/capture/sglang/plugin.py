@@ -20,8 +20,9 @@ token, and captured again. The engine does not wait:
 
 Gemma 3 is patched so that its layers return their complete output. SGLang 0.5.23 captures what a decoder layer of it
 returns, but that layer leaves the last residual addition to the next layer's norm, whose CUDA kernel then overwrites
-the captured tensor in place (sgl-project/sglang#39286). Llama and Qwen add before they capture. A draft must read the
-same features in training and in service, so the patch applies to every engine that captures, also for its own draft.
+the captured tensor in place (sgl-project/sglang#39286). Llama and Qwen add before they capture. The final norm does the
+same to the last layer's output, so it is given a copy. A draft must read the same features in training and in service,
+so the patch applies to every engine that captures, also for its own draft.
 """
 
 from collections.abc import Callable
@@ -57,6 +58,7 @@ GEMMA3 = "sglang.srt.models.gemma3_causal."
 GEMMA3_LAYER = GEMMA3 + "Gemma3DecoderLayer.forward"
 GEMMA3_CAPTURE = GEMMA3 + "Gemma3ForCausalLM.set_eagle3_layers_to_capture"
 MARK = "hands_over_its_whole_output"
+DIVIDED_TEXTS = "its ranks divide the tokens of a text (context parallelism), and hidden states are those of one rank"
 
 
 def named_key(request: Any) -> str | None:
@@ -90,6 +92,8 @@ class Capture:
                 "that reads the layers of target.aux_layer_ids"
             )
         parallel, top = _parallel(), None
+        if parallel.attn_cp_size > 1:
+            raise Refusal(f"{DIVIDED_TEXTS}: leave --attn-cp-size out of generator.sglang.arguments")
         if self._layout.top_token:
             # On all ranks: they divide the head.
             top = top_tokens(scheduler, parallel, output.last_hidden_states)
@@ -209,8 +213,11 @@ def _places(batch: Any) -> Tensor:
 
 
 def _writes(parallel: Any) -> bool:
-    """All ranks of an attention group have the same rows: the first one writes them."""
-    return parallel.attn_tp_rank == 0
+    """All ranks of an attention group have the same rows: the first one writes them.
+
+    With context parallelism, which is refused, the first rank of all that divide a text tells so.
+    """
+    return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
 
 _LIVE: list[Live[Capture]] = []
@@ -238,20 +245,47 @@ def listen_for_runs(_result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     path, parallel = live_socket(), _parallel()
     if path is None or not _writes(parallel) or parallel.pp_rank:
         return
-    obstacle = ""
-    if parallel.nnodes > 1:
-        obstacle = "its ranks are on several machines, and a run reaches those of one: start a server on each"
-    elif parallel.pp_size > 1:
-        obstacle = "its layers are divided among pipeline ranks, and hidden states are those of one rank"
-    elif scheduler.disaggregation_mode.value != "null":
-        obstacle = "it prefills on other servers than it decodes, and neither has a request's whole text"
     try:
         place = rank_socket(path, parallel.dp_rank or parallel.attn_dp_rank)
-        make = partial(Capture, serves=True)
+        make, obstacle = partial(Capture, serves=True), _obstacle_to_live(scheduler, parallel)
         _LIVE.append(Live(place, make, scheduler.is_fully_idle, obstacle, parallel.num_dp_ranks))
     except Refusal as refusal:
         # Users are served all the same.
         print(f"draftsmith: nothing is learned from this server: {refusal}", flush=True)
+
+
+def _obstacle_to_live(scheduler: Any, parallel: Any) -> str:
+    """Why no run can learn from this server; empty: it can."""
+    if parallel.nnodes > 1:
+        return "its ranks are on several machines, and a run reaches those of one: start a server on each"
+    if parallel.pp_size > 1:
+        return "its layers are divided among pipeline ranks, and hidden states are those of one rank"
+    if parallel.attn_cp_size > 1:
+        return f"{DIVIDED_TEXTS}: start it without --attn-cp-size"
+    if scheduler.disaggregation_mode.value != "null":
+        return "it prefills on other servers than it decodes, and neither has a request's whole text"
+    return _obstacle_to_capture(scheduler)
+
+
+def _obstacle_to_capture(scheduler: Any) -> str:
+    """Why a server keeps no hidden states of the target's layers; empty: it keeps them."""
+    algorithm, runner = scheduler.spec_algorithm, getattr(scheduler.tp_worker, "model_runner", None)
+    aux = getattr(runner, "spec_aux_config", None)
+    captures = aux is not None and (aux.eagle_use_aux_hidden_state or aux.dflash_use_aux_hidden_state)
+    # The workers of DFlash and DSpark drop what the model captured before `run_batch` returns. Of the others only
+    # EAGLE-3's has the model capture, and not for each of its drafts.
+    if captures and not algorithm.is_dflash_family():
+        return ""
+    remedy = "without a draft and with --enable-return-aux-hidden-states as in docs/live.md"
+    if algorithm.is_none():
+        return f"it keeps no hidden states: start it with an EAGLE-3 draft, or {remedy}"
+    # SGLang renames NEXTN, its other name of MTP, to EAGLE.
+    name = "EAGLE (NEXTN, MTP)" if algorithm.name == "EAGLE" else algorithm.name
+    return (
+        f"it speculates with {name}, and SGLang {HOOKED} keeps no hidden states of the target's layers with this "
+        f"draft: start it with an EAGLE-3 draft that reads them, or {remedy}, or train on prompts of its request log "
+        "(docs/drift.md)"
+    )
 
 
 def keep_last(_result: None, processor: Any, *_: Any, **__: Any) -> None:
@@ -285,8 +319,19 @@ def keep_embedded(original: Callable[..., Tensor | None], *arguments: Any, **nam
 
 def mark_layers(_: None, model: Any, *_arguments: Any, **_named: Any) -> None:
     """Hook after a model is told to capture; engines that do not capture stay unchanged."""
-    for layer in model.model.layers:
+    body = model.model
+    for layer in body.layers:
         setattr(layer, MARK, True)
+    # SGLang names a layer by the one that reads its output, and the last one's output is read by the final norm.
+    if len(body.layers) in body.layers_to_capture and not getattr(body.norm, MARK, False):
+        setattr(body.norm, MARK, True)
+        body.norm.register_forward_pre_hook(keep_norm_input)
+
+
+def keep_norm_input(_norm: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook before the final norm: with a residual its CUDA kernel overwrites its input, the last layer's output."""
+    hidden, *others = arguments
+    return (hidden.clone(), *others) if others and others[0] is not None else arguments
 
 
 def whole_output(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infra.records.live import LiveText
 from infra.refusal import Refusal
-from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
+from infra.sglang.client import Answer, PromptRefusedError, ServerBusyError, ServerError, SGLangClient
 from models.capture.engine import CANARY_TOKENS, Captured, Continued, EngineError
 from models.capture.live_texts import LiveFilter, private_data_finder
 from models.capture.sglang.engine import PREFILL, SGLangEngine
@@ -24,6 +24,8 @@ from models.run import PreparedRun
 from models.targets.layout import SampleError
 from models.targets.model import eos_ids
 
+BUSY_S = 1.0
+"""Pause before a request is repeated that a busy server did not take."""
 SHOWN_EVERY = 100
 """Requests between two lines of the log."""
 
@@ -94,6 +96,24 @@ class ServingEngine(SGLangEngine):
         # A cache of its own: all rows are computed.
         return {"extra_key": uuid.uuid4().hex}
 
+    def _generate(self, tokens: Sequence[int], sampling: dict[str, Any], **more: Any) -> Answer:
+        """Repeats the request while the server is busy: it is there, and what it holds for the run stays.
+
+        Raises EngineError at the end of the run, and OSError where the server ends meanwhile.
+        """
+        told = False
+        while not self._stopped.is_set():
+            try:
+                return super()._generate(tokens, sampling, **more)
+            except ServerBusyError as error:
+                if not told:
+                    print(f"{error}; asking again every {BUSY_S:g} s", flush=True)
+                told = True
+            self._stopped.wait(BUSY_S)
+            # A gateway answers so for a server that is away. Of the next one the run's requests are unknown.
+            self._attached().check()
+        raise EngineError("the generator stops")
+
     def answer(self, key: str, prompt: Tensor, max_new_tokens: int) -> Captured:
         """The next request that may be learned from, and its answer, captured by a prefill of both.
 
@@ -145,7 +165,7 @@ class ServingEngine(SGLangEngine):
         continued = []
         for index, prompt in enumerate(prompts):
             try:
-                answer = self._client.generate(prompt.tokens, sampling, **self._settings()).tokens
+                answer = self._generate(prompt.tokens, sampling).tokens
             except PromptRefusedError as error:
                 raise Refusal(f"a held-out prompt of {len(prompt.tokens)} tokens: {error}") from error
             except ServerError as error:

@@ -14,6 +14,7 @@ from infra.files.sockets import connect
 from infra.records.data_path import CaptureSpec
 from infra.records.live import Attach, Attached, LiveRule, Taken, rank_socket
 from infra.refusal import Refusal
+from infra.transport.choice import resolved
 from models.config.live import LiveConfig, LiveServerConfig
 from models.run import RunWithTarget
 
@@ -64,6 +65,15 @@ class _Rank:
                 "same one"
             ) from error
 
+    def check(self) -> None:
+        """Raises OSError where the connection is closed. Reads nothing."""
+        try:
+            readable, _, _ = select.select([self.connection], [], [], 0)
+        except ValueError as error:  # another thread has closed it
+            raise ConnectionError(f"no longer attached to {self._server.address}") from error
+        if readable and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError(f"{self._server.address} closed the connection at {self._path}")
+
     def close(self) -> None:
         """Idempotent; another thread that waits for a text is told so."""
         with suppress(OSError):  # the server has closed it
@@ -106,6 +116,11 @@ class Tap:
         self._ranks.sort(key=lambda rank: rank is answering)
         finished, passed_over = (sum(getattr(rank.taken, name) for rank in self._ranks) for name in COUNTS)
         return Taken(text=answering.taken.text, finished=finished, passed_over=passed_over)
+
+    def check(self) -> None:
+        """Raises OSError where the server has closed the connection, as it does when it ends."""
+        for rank in self._ranks:
+            rank.check()
 
     def close(self) -> None:
         """Detach. Idempotent; another thread that waits for a text is told so."""
@@ -150,7 +165,7 @@ def capture_spec_of(run: RunWithTarget) -> CaptureSpec:
     """What the plugin has to know of a run."""
     layout = run.layout
     return CaptureSpec(
-        transport=run.config.transport,
+        transport=resolved(run.config.transport, run.folder),
         run=run.folder.path,
         aux_count=layout.aux_count,
         hidden_size=layout.hidden_size,

@@ -162,7 +162,9 @@ class Writer:
     def _put(self, key: str, whole: HiddenStates) -> CaptureReply:
         self._layout.check_shapes(whole, len(whole.last))
         # Opened here, because the engine should not wait for it.
-        self._transport = self._transport or open_transport(self._spec.transport, RunFolder(self._spec.run))
+        if self._transport is None:
+            run, serves_users = RunFolder(self._spec.run), not self._ends_server
+            self._transport = open_transport(self._spec.transport, run, joins=serves_users)
         begun = time.perf_counter()
         record = self._transport.put(key, self._layout.pack(whole))
         return CaptureReply(record=record, put_s=time.perf_counter() - begun)

@@ -17,7 +17,7 @@ import pytest
 from infra.network.http import open_client
 from infra.processes.process import Owner, ProcessFailedError
 from infra.refusal import Refusal
-from infra.sglang.client import PromptRefusedError, ServerError, SGLangClient
+from infra.sglang.client import PromptRefusedError, ServerBusyError, ServerError, SGLangClient
 from infra.sglang.server import SGLangServer
 from tests.certificates import self_signed
 
@@ -122,8 +122,9 @@ ABORTED = {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort in
         (401, {}, Refusal, "DRAFTSMITH_SGLANG_API_KEY"),
         (404, {}, Refusal, "not a gateway's"),
         (308, {}, Refusal, "not a gateway's"),
-        (429, {}, ServerError, "failed at a prompt"),
-        (503, {}, ServerError, "failed at a prompt"),
+        (429, {}, ServerBusyError, "too busy for a prompt of 2 tokens: 429"),
+        (503, {}, ServerBusyError, "too busy for a prompt of 2 tokens: 503"),
+        (500, {}, ServerError, "failed at a prompt"),
         (200, ABORTED, ServerError, "Abort in waiting queue"),
     ],
 )

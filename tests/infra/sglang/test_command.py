@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from infra.records.servers import ServerMachines, ServerOrder
 from infra.refusal import Refusal
-from infra.sglang.command import ServerSpec, draft_arguments, serving_command, sglang_python
+from infra.sglang.command import ServerSpec, capture_command, draft_arguments, serving_command, sglang_python
 from infra.sglang.config import SGLangConfig
 from infra.sglang.machines import newest_order, part_of
 
@@ -36,6 +36,13 @@ def test_ranks_with_requests_of_their_own_keep_the_head_together() -> None:
     assert (found["--attn-dp-size"], found["--expert-parallel-size"]) == ("8", "8")
     assert "--enable-dp-lm-head" in found
     assert not {"--attn-dp-size", "--enable-dp-lm-head", "--expert-parallel-size"} & set(arguments(8))
+
+
+@pytest.mark.parametrize(("groups", "sleeps"), [(1, True), (2, False)])
+def test_groups_that_wait_for_each_other_do_not_sleep(groups: int, sleeps: bool) -> None:
+    spec = ServerSpec(Path("/target"), "bfloat16", 100, 32, Path("/python"), gpus=2)
+    command = capture_command(spec, SGLangConfig(attention_data_parallel=groups), (1, 2), 30000)
+    assert ("--sleep-on-idle" in command) == sleeps
 
 
 def test_copies_and_groups_exclude_each_other() -> None:

@@ -8,18 +8,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infra.config import TransportConfig
+from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import ObjectRecord
+from infra.records.sharing import Sharing
 from infra.refusal import Refusal
 from infra.transport.arena import ArenaTransport
 from infra.transport.base import TransferError, Transport
-from infra.transport.choice import objects_folder, open_transport, run_memory_folder, sweep
+from infra.transport.choice import (
+    missing_place,
+    objects_folder,
+    open_transport,
+    resolved,
+    run_memory_folder,
+    sweep,
+)
 from infra.transport.files import FileTransport
 from infra.transport.mooncake.transport import MooncakeTransport
 
@@ -202,6 +212,7 @@ def test_objects_of_many_pieces(make: Make, tmp_path: Path) -> None:
 DIES_WRITING = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from infra.transport.files import FileTransport
 os.posix_fallocate = lambda file, start, nbytes: os.truncate(file, nbytes) or os.kill(os.getpid(), signal.SIGKILL)
 FileTransport(Path(sys.argv[1])).put(sys.argv[2], {"aux": bytes(1000)})
@@ -250,3 +261,48 @@ def test_the_arena_is_chosen_where_shared_memory_is_large_enough(
         objects_folder(TransportConfig(budget_mib=2**26, kind="arena"), large)
     chosen = objects_folder(TransportConfig(folder=str(tmp_path / "mine")), run)
     assert chosen == tmp_path / "mine" / "draftsmith-a-run" / "objects"
+
+
+def test_a_process_that_joins_a_run_makes_nothing_and_maps_pages_as_it_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of users: a container of its own has another shared memory, and users would wait for the pages."""
+    config, run, flags = TransportConfig(budget_mib=1), RunFolder(tmp_path / "a-run"), list[int]()
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
+    run.path.mkdir()
+    assert resolved(config, run) == config
+    with pytest.raises(Refusal, match=rf"does not see the run's folder {tmp_path}/shm/draftsmith-a-run/objects"):
+        open_transport(config, run, joins=True)
+    assert not list((tmp_path / "shm").iterdir())
+
+    class Map(mmap.mmap):
+        def __new__(cls, *arguments: Any, **named: Any) -> "Map":
+            flags.append(named["flags"])
+            return super().__new__(cls, *arguments, **named)
+
+    monkeypatch.setattr(mmap, "mmap", Map)
+    first, joined = open_transport(config, run), open_transport(config, run, joins=True)
+    assert flags == [mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.MAP_SHARED]
+    record = joined.put(KEY, {"aux": b"abc"})
+    assert read(first, record) == {"aux": b"abc"}
+    told = resolved(config, run)
+    assert (told.kind, told.folder) == ("arena", str(tmp_path / "shm"))
+    # The joining process has another shared memory of its own, and sees that of the run.
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path / "other"))
+    assert missing_place(told, run) is None
+    again = open_transport(told, run, joins=True)
+    assert read(again, record) == {"aux": b"abc"}
+    for transport in (first, joined, again):
+        transport.close()
+    assert missing_place(told, RunFolder(tmp_path / "another-run")) == tmp_path / "another-run"
+
+
+def test_a_run_whose_objects_lie_on_disk_names_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "a-run")
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    run_memory_folder(run).mkdir()
+    write_atomically(run.sharing, Sharing(mode="apart", why="", budget_bytes=1, on_disk=True))
+    assert resolved(TransportConfig(), run) == TransportConfig()

@@ -35,7 +35,7 @@ layer = Part(
     input_layernorm=add, self_attn=Attention(), post_attention_layernorm=lambda x: x, pre_feedforward_layernorm=add,
     mlp=lambda x: 10 * x, post_feedforward_layernorm=lambda x: x,
 )
-model = Part(model=Part(layers=[layer]), config=Part(num_hidden_layers=1))
+model = Part(model=Part(layers=[layer], norm=torch.nn.Identity()), config=Part(num_hidden_layers=1))
 
 
 def outputs():

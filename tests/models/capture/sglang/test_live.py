@@ -36,10 +36,10 @@ class Recorder:
         self.closed.set()
 
 
-def wanted(**rule: Any) -> Attach:
+def wanted(run: Path = Path(__file__).parent, transport: TransportConfig | None = None, **rule: Any) -> Attach:
     spec = CaptureSpec(
-        transport=TransportConfig(),
-        run=Path("runs/some"),
+        transport=transport or TransportConfig(),
+        run=run,
         aux_count=3,
         hidden_size=4,
         dtype="float32",
@@ -222,6 +222,41 @@ def test_a_server_that_cannot_be_learned_from_says_why(place: LiveServerConfig) 
     with pytest.raises(Refusal, match=r"127\.0\.0\.1:1: it has data-parallel copies"):
         Tap(place, wanted())
     live.close()
+
+
+@pytest.mark.parametrize("missing", ["a-run", "shm/draftsmith-a-run", ""])
+def test_a_server_in_a_container_that_does_not_see_the_run_says_so(
+    live: Live[Recorder], place: LiveServerConfig, tmp_path: Path, missing: str
+) -> None:
+    """It would make places of its own for what it captures, which nobody reads and nobody removes."""
+    for name in {"a-run", "shm/draftsmith-a-run"} - {missing}:
+        (tmp_path / name).mkdir(parents=True)
+    asked = wanted(tmp_path / "a-run", TransportConfig(kind="arena", folder=str(tmp_path / "shm")))
+    if missing:
+        with pytest.raises(Refusal, match=rf"does not see the run's folder {tmp_path / missing}: .*--ipc=host"):
+            Tap(place, asked)
+        assert not (tmp_path / missing).exists()
+        assert live.attachment is None
+    else:
+        Tap(place, asked).close()
+
+
+def test_a_server_that_ends_is_noticed_without_asking_it(live: Live[Recorder], place: LiveServerConfig) -> None:
+    tap = Tap(place, wanted())
+    live.offer(user_request())
+    tap._ranks[0].ask()
+    assert select.select([tap._ranks[0].connection], [], [], 30.0)[0]
+    tap.check()  # what the server has said stays to be read
+    assert tap.take().text is not None
+    tap._ranks[0].connection.sendall(b"nonsense\n")
+    tap._ranks[0].connection.shutdown(socket.SHUT_WR)
+    while tap._ranks[0].connection.recv(1000):
+        """What was said before the end."""
+    with pytest.raises(ConnectionError, match="closed the connection"):
+        tap.check()
+    tap.close()
+    with pytest.raises(ConnectionError, match="no longer attached"):
+        tap.check()
 
 
 def test_nonsense_does_not_stop_the_listener(live: Live[Recorder], place: LiveServerConfig) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import CaptureReply, CaptureSpec
-from infra.transport.choice import open_transport
+from infra.transport.choice import open_transport, run_memory_folder
 from models.capture.sglang.plugin import Capture
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
@@ -328,3 +328,32 @@ def test_a_writer_that_ends_takes_the_server_along(tmp_path: Path) -> None:
             assert any("TimeoutError: hidden states were not copied to the host within 0 s" in x for x in server.stderr)
         finally:
             os.killpg(server.pid, signal.SIGKILL)
+
+
+def test_a_server_of_users_makes_no_place_that_the_generator_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with a shared memory of its own."""
+    monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path))
+    config, run = TransportConfig(budget_mib=1), tmp_path / "a-run"
+    spec = CaptureSpec(
+        transport=config, run=run, aux_count=3, hidden_size=4, dtype="float32", top_token=False, embedded=False
+    )
+    run.mkdir()
+
+    def reply(request: FakeRequest) -> CaptureReply:
+        capture, replies = Capture(spec, serves=True), Queue[CaptureReply]()
+        batch, hidden = prefill((request, 0, request.length))
+        (pending,) = capture.submit(batch, capture._copies.start(hidden, fake_scheduler()))
+        assert pending is not None
+        pending.when_known(replies.put)
+        capture.close()
+        return replies.get(timeout=300)
+
+    failed = reply(FakeRequest("1", 5))
+    assert failed.fault == "setting"
+    assert failed.error is not None
+    assert "does not see the run's folder" in failed.error
+    assert not run_memory_folder(RunFolder(run)).exists()
+    open_transport(config, RunFolder(run)).close()
+    assert reply(FakeRequest("2", 5)).record is not None
