@@ -4,15 +4,24 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flows.data_command import kind_of
 from infra.refusal import Refusal
 
+if TYPE_CHECKING:
+    from models.config.target import TargetConfig
+
 HEAD = """\
 # Made by `draftsmith init`. Sizes and layers are the target's; docs/settings.md lists all settings.
+"""
+LARGE_HIDDEN_SIZE = 1024
+"""Hidden size from which a target gets the rate and batch below, as in the shipped recipes for such targets."""
+LARGE_TRAINING = {"learning_rate": 1.0e-4, "samples_per_step": 16}
+TRAINING_COMMENT = """\
+# The default learning rate and batch are for targets with a hidden size below 1,024.
 """
 
 
@@ -31,7 +40,7 @@ def init(
 
     from models.config.recipe import as_recipe
     from models.config.target_settings import completed
-    from tasks.plan import division
+    from tasks.division import division
 
     name = name or re.sub(r"[^a-z0-9._-]+", "-", os.path.basename(os.path.abspath(target)).lower()).strip("-._")
     if not name:
@@ -41,10 +50,13 @@ def init(
         raise Refusal(f"{output} exists: remove it, or name another file with --output")
     data = _data(source)
     tree = completed({"name": name, "target": {"name": target}, "data": data})
+    tree |= _training(as_recipe(tree, str(output)).target)
     divided, why = division(tree)
     tree |= divided
     as_recipe(tree, str(output))
     text = yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=110)
+    if "learning_rate" in tree.get("training", {}):
+        text = text.replace("\ntraining:", f"\n{TRAINING_COMMENT}training:")
     write_output("--output", output, HEAD + text)
     check = ["data", "check", source, "--target", target]
     if "chat_template" in data:
@@ -65,6 +77,15 @@ def write_output(option: str, path: Path, text: str) -> None:
         raise Refusal(
             f"{path} cannot be written ({error.strerror}): name a file in a folder that you may write to with {option}"
         ) from error
+
+
+def _training(target: "TargetConfig") -> dict[str, Any]:
+    """The training section for a target of this size; none where the defaults fit, or the size is unknown."""
+    from models.config.target_settings import read_settings
+
+    settings = read_settings(target)
+    text = settings.get("text_config") or settings
+    return {"training": dict(LARGE_TRAINING)} if text.get("hidden_size", 0) >= LARGE_HIDDEN_SIZE else {}
 
 
 def _data(source: str) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from functools import cache
 from pathlib import Path
 
 from infra.files.run_folder import newest_runs
-from infra.planner.answers import Answers
+from infra.planner.answers import FREE_SHARE, Answers
 from infra.planner.devices import CPU, DEVICES, Device, device_named
-from infra.planner.memory import Setting
+from infra.planner.memory import Setting, engine_static
 from infra.planner.plan import Job, Plan, make_plan
-from infra.planner.refusals import least_devices, refusals
+from infra.planner.refusals import refusals
 from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
-from infra.planner.split import WORTH_SAYING, all_splits
 from infra.pools.gpus import Gpu, read_gpus
 from infra.pools.local import LocalPools
+from infra.pools.run_pools import pool_specs
 from infra.processes.control_groups import cores, memory
 from infra.quantities import figure, plural
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
@@ -30,8 +30,8 @@ from infra.sglang.config import decoding_requests
 from infra.transport.choice import round_bytes
 from models.config.data import LIVE, PLAIN_BATCH
 from models.config.division import check_division
-from models.config.recipe import RunConfig, as_recipe, check_layers
-from models.config.target_settings import Tree, read_settings, read_shape
+from models.config.recipe import RunConfig, check_layers
+from models.config.target_settings import read_settings, read_shape
 
 READ_BYTES = 4 * 2**20
 """Bytes of a local .jsonl file that are read to estimate its line length."""
@@ -66,6 +66,7 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
 
 def checked_plan(config: RunConfig) -> Plan:
     """The recipe's plan. Raises Refusal for what is impossible, with the nearest recipe that is possible."""
+    check_gpus(config)
     plan = plan_recipe(config)
     target = plan.job.target
     check_layers(config.target.aux_layer_ids, target.num_layers)
@@ -79,39 +80,18 @@ def checked_plan(config: RunConfig) -> Plan:
     return plan
 
 
-def division(tree: Tree) -> tuple[Tree, str]:
-    """How a recipe for this machine divides its GPUs, and why; nothing without GPUs.
+def check_gpus(config: RunConfig) -> None:
+    """Raise Refusal for more GPUs than this machine has, in the words of the lease, before anything is prepared.
 
-    A generator gets as few GPUs as hold the target. Of the divisions that are nearly the fastest it is the one with the
-    fewest GPUs. Both sides take turns on all GPUs where the target leaves none to the trainer.
+    Nothing is checked where the plan is for another machine (plan.gpus, plan.device).
     """
-    gpus = len(LocalPools().gpus)
+    gpus = _planned_gpus(config)
     if not gpus:
-        return {}, ""
-    both: Tree = {"pools": {"inference_gpus": gpus, "training_gpus": gpus}}
-    if gpus == 1:
-        return both, "generators and trainer share the GPU of this machine"
-    one_each: Tree = {"pools": {"inference_gpus": 1, "training_gpus": 1}}
-    config = as_recipe(tree | one_each, "the recipe")
-    try:
-        plan = plan_recipe(config)
-    except Refusal as error:
-        return one_each, f"one GPU of this machine's {gpus} for each side, because there is no plan: {error}"
-    held = least_devices(plan.target_bytes, plan.job.memory_bytes)
-    if held >= gpus:
-        return both, f"all GPUs of this machine for generators and trainer in turns: the target alone takes {held}"
-    sides = make_plan(plan.job.model_copy(update={"devices_per_generator": held})).sides
-    divisions = [one for count in range(held + 1, gpus + 1) for one in all_splits(sides, count)]
-    enough = max(one.samples_per_s for one in divisions) / (1 + WORTH_SAYING)
-    best = min((one for one in divisions if one.samples_per_s >= enough), key=lambda one: one.devices)
-    pools = {"inference_gpus": best.inference_devices, "training_gpus": best.training_devices}
-    generators = best.inference_devices // held
-    used = "all" if best.devices == gpus else f"{best.devices} of the {gpus}"
-    why = (
-        f"{used} GPUs of this machine: {plural(generators, 'generator')} with {held} each, and a trainer with "
-        f"{best.training_devices}; by the planner's estimate no other division is faster"
-    )
-    return {"pools": pools, "generator": {"count": generators}}, why
+        return
+    specs = pool_specs(config.pools, config.generator.count)
+    # Which of the two ways of sharing it is needs a plan, and makes no difference here.
+    is_shared = config.generator.live is not None or choose_sharing(config.pools, gpus, None)[0] != "apart"
+    LocalPools().check([max(specs, key=lambda spec: spec.gpus)] if is_shared else specs)
 
 
 def _setting(config: RunConfig, target: TargetShape, device: Device) -> Setting:
@@ -157,6 +137,10 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         devices_per_generator=per_generator,
         generator_machines=pools.machines_per_generator,
         machine_devices=_machine_devices(config) if device.is_gpu else 0,
+        own_devices=_planned_gpus(config),
+        serves=generator.engine == "sglang",
+        engine_share=generator.sglang.memory_fraction,
+        engine_chunk_tokens=generator.sglang.chunked_prefill_tokens,
         attention_groups=generator.sglang.attention_data_parallel if generator.engine == "sglang" else 1,
         ranks=training.data_parallel_size,
         devices_per_rank=max(1, train // training.data_parallel_size),
@@ -184,8 +168,18 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
 
 def _machine_devices(config: RunConfig) -> int:
     """GPUs of a machine."""
-    own = len(LocalPools().gpus) if config.pools.kind == "local" else 0
-    return max(config.plan.gpus_per_machine, own)
+    return max(config.plan.gpus_per_machine, _own_gpus(config))
+
+
+def _own_gpus(config: RunConfig) -> int:
+    """GPUs of this machine, if it is the one that the pools are on."""
+    return len(LocalPools().gpus) if config.pools.kind == "local" else 0
+
+
+def _planned_gpus(config: RunConfig) -> int:
+    """GPUs of this machine if the plan is for them; 0 where it assumes others (plan.gpus, plan.device)."""
+    own, plan = _own_gpus(config), config.plan
+    return own if plan.device is None and plan.gpus in (None, own) else 0
 
 
 def _link(config: RunConfig, devices: int) -> float | None:
@@ -230,6 +224,10 @@ def _answers(
     elif serves:
         requests = decoding_requests(device.memory_bytes) if device.is_gpu else generator.sglang.requests_in_flight
     # Elsewhere than on this machine only one generator's devices are used, and transformers uses one GPU.
+    memory_share = FREE_SHARE
+    if serves and device.memory_bytes:
+        static = engine_static(device.memory_bytes, config.gpus_per_copy, generator.sglang.chunked_prefill_tokens)
+        memory_share = generator.sglang.memory_fraction or static / device.memory_bytes
     usable = inference if serves and config.pools.kind == "local" else per_generator
     group = config.gpus_per_copy if serves and device.is_gpu else per_generator
     answer = min(plan.answer_tokens or mean_tokens, settings.max_new_tokens)
@@ -244,6 +242,7 @@ def _answers(
         devices_per_copy=group,
         most_requests=requests,
         bandwidth_share=plan.decode_share,
+        memory_share=memory_share,
         before=0.0 if prepared else config.data.answered_before,
     )
 
@@ -255,7 +254,7 @@ def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
 
 def on_this_machine(config: RunConfig) -> RunConfig:
     """The recipe with the GPUs of this machine in place of those that its plan assumes."""
-    gpus = len(LocalPools().gpus) if config.pools.kind == "local" else 0
+    gpus = _own_gpus(config)
     changes: dict[str, object] = {"gpus": gpus or None}
     if gpus and read_gpus():
         changes |= {"device": None, "memory_gb": None}

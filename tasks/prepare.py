@@ -24,7 +24,7 @@ from infra.transport.budget import memory_budget
 from infra.transport.choice import IN_MEMORY, NoRoomError, round_bytes, run_memory_folder, shortage
 from infra.transport.files import check_space
 from models.config.recipe import RunConfig
-from tasks.plan import kept_checkpoints, on_this_machine, plan_recipe
+from tasks.plan import check_gpus, kept_checkpoints, on_this_machine, plan_recipe
 from tasks.pools import on_cpu, run_main, span_of
 from tasks.run import OpenRun
 from tasks.side_effects import artifact_key, side_effect
@@ -132,10 +132,11 @@ def _bytes_per_token(config: RunConfig, target: TargetRecord) -> int:
 def plan_run(run: OpenRun, target: TargetRecord, samples: SamplesRecord) -> None:
     """Write `plan.json` and show it, and decide how generators and trainer share the devices.
 
-    Raises Refusal where the devices cannot be shared as the recipe wants, or where a budget is too small. Otherwise an
-    estimate stops no run: `--plan` refuses, here it is a warning.
+    Raises Refusal where the machine has too few devices, where they cannot be shared as the recipe wants, or where a
+    budget is too small. Otherwise an estimate stops no run: `--plan` refuses, here it is a warning.
     """
     config = on_this_machine(run.config)
+    check_gpus(config)
     try:
         plan = plan_recipe(config, target, samples)
     except Refusal as error:

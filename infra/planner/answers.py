@@ -9,7 +9,7 @@ from infra.planner.shapes import ITEM_BYTES, Precision, TargetShape, prefill_flo
 from infra.records.data_path import Record
 
 FREE_SHARE = 0.85
-"""Share of a device's memory for weights and KV cache. SGLang's own choice is about as much."""
+"""Share of a device's memory for weights and KV cache in transformers. Assumed."""
 
 
 class Answers(Record):
@@ -26,6 +26,8 @@ class Answers(Record):
     """At a time, on each copy."""
     bandwidth_share: float
     """Share of the memory bandwidth that decoding reaches."""
+    memory_share: float = FREE_SHARE
+    """Share of a device's memory for weights and KV cache."""
     before: float = 1.0
     """Share of the answers that are generated before the training; the others while they are captured."""
 
@@ -34,7 +36,7 @@ class Answers(Record):
         if not device.memory_bytes:
             return self.most_requests
         item, tokens = ITEM_BYTES[precision], self.prompt_tokens + self.answer_tokens
-        room = FREE_SHARE * device.memory_bytes * self.devices_per_copy - target.weight_bytes(precision)
+        room = self.memory_share * device.memory_bytes * self.devices_per_copy - target.weight_bytes(precision)
         return max(1, min(self.most_requests, int(room / (tokens * target.cache_per_token * item))))
 
     def tokens_per_s(self, target: TargetShape, precision: Precision, device: Device, compute_share: float) -> float:

@@ -41,10 +41,10 @@ class Device(Record):
 CPU = "cpu"
 
 
-def _gpu(name: str, memory_gb: int, bfloat16: float, float32: float, bandwidth: float, price: float) -> Device:
-    """From GB, dense TFLOP/s of both precisions, TB/s and dollars per hour."""
+def _gpu(name: str, memory_mib: int, bfloat16: float, float32: float, bandwidth: float, price: float) -> Device:
+    """From MiB as NVIDIA's driver reports them, dense TFLOP/s of both precisions, TB/s and dollars per hour."""
     peak: dict[Precision, float] = {"bfloat16": bfloat16 * 1e12, "float32": float32 * 1e12}
-    memory, per_s = memory_gb * 10**9, bandwidth * 1e12
+    memory, per_s = memory_mib * 2**20, bandwidth * 1e12
     return Device(name=name, memory_bytes=memory, peak=peak, bandwidth=per_s, price_per_hour=price)
 
 
@@ -55,15 +55,15 @@ DEVICES = {
     device.name: device
     for device in (
         # NVIDIA A100 data sheet (2021).
-        _gpu("A100", 80, 312, 19.5, 2.039, 1.30),
+        _gpu("A100", 81_920, 312, 19.5, 2.039, 1.30),
         # NVIDIA H100 data sheet, SXM: 1,979 TFLOP/s bfloat16 with sparsity.
-        _gpu("H100", 80, 989, 67, 3.35, 2.69),
+        _gpu("H100", 81_559, 989, 67, 3.35, 2.69),
         # NVIDIA H200 data sheet, SXM: the H100's arithmetic.
-        _gpu("H200", 141, 989, 67, 4.8, 4.54),
+        _gpu("H200", 143_771, 989, 67, 4.8, 4.54),
         # NVIDIA HGX B200 data sheet.
-        _gpu("B200", 180, 2250, 75, 7.7, 6.03),
+        _gpu("B200", 183_359, 2250, 75, 7.7, 6.03),
         # NVIDIA Ada architecture white paper, bfloat16 with float32 sums. No price: most people own theirs.
-        _gpu("RTX 4090", 24, 165, 82.6, 1.008, 0.0),
+        _gpu("RTX 4090", 24_564, 165, 82.6, 1.008, 0.0),
         _CORE,
     )
 }

@@ -37,6 +37,10 @@ FRAGMENTS = 0.92
 
 CHUNK_TOKENS = 8192
 """Tokens that an engine prefills at once. Assumed: SGLang's default on large GPUs."""
+ENGINE_CHUNKS = ((20 * 1024, 2048), (60 * 1024, 4096), (160 * 1024, 8192))
+"""SGLang's chunk sizes on GPUs with less memory than so many MiB; see `engine_static`."""
+ENGINE_LARGEST_CHUNK = 16384
+MIB = 2**20
 PREFILL_ROWS = 24
 """Rows of the hidden size that a prefilled token keeps at most in a forward. Assumed."""
 
@@ -187,11 +191,32 @@ def cache_tokens(longest_tokens: int, groups: int = 1) -> int:
     return 2 * max(CHUNK_TOKENS // groups, longest_tokens)
 
 
+def engine_static(memory_bytes: int, tensor_parallel: int, chunk_tokens: int | None = None) -> int:
+    """Bytes of a GPU that SGLang gives to weights and KV cache where no --mem-fraction-static is set.
+
+    This is the default of SGLang 0.5.23 (srt/arg_groups/memory_hook.py, handle_gpu_memory_settings) without what it
+    reserves for CUDA graphs, most of which generators disable. `chunk_tokens`: --chunked-prefill-size; None: SGLang's
+    own choice.
+    """
+    memory_mib = memory_bytes / MIB
+    if chunk_tokens is None:
+        chunk_tokens = next((chunk for below, chunk in ENGINE_CHUNKS if memory_mib < below), ENGINE_LARGEST_CHUNK)
+    reserved = 512 + 1.5 * max(chunk_tokens, 2048) + 128 * tensor_parallel
+    if memory_mib > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return max(0, int((memory_mib - reserved) * MIB))
+
+
 def generator_static(
     target: TargetShape, precision: Precision, longest_tokens: int, devices: int, groups: int = 1
 ) -> int:
     """Bytes of weights and KV cache on each of a generator's `devices`, in `groups` of data-parallel attention."""
-    cached = target.cache_per_token * cache_tokens(longest_tokens, groups) * ITEM_BYTES[precision]
+    return held_static(target, precision, cache_tokens(longest_tokens, groups), devices, groups)
+
+
+def held_static(target: TargetShape, precision: Precision, cached_tokens: int, devices: int, groups: int = 1) -> int:
+    """Bytes of weights and of a KV cache of `cached_tokens` on each of a generator's `devices`."""
+    cached = target.cache_per_token * cached_tokens * ITEM_BYTES[precision]
     divided = 1 if target.latent_cache else max(1, devices // groups)
     return target.weight_bytes(precision, groups) // devices + cached // divided
 

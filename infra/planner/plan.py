@@ -6,10 +6,13 @@ from pathlib import Path
 from infra.planner.answers import Answers
 from infra.planner.devices import Device
 from infra.planner.memory import (
+    RESERVED,
     RankMemory,
     Setting,
+    engine_static,
     generator_memory,
     generator_static,
+    held_static,
     longest_sample,
     rank_memory,
     usable,
@@ -26,6 +29,8 @@ from infra.quantities import figure
 from infra.records.data_path import Record, SideRates
 from infra.records.sharing import SharingMode
 
+TARGET_SHARE = 0.9
+"""Share of a GPU's memory that the target's weights may take in transformers; the rest is for activations."""
 SWITCH_S = 90.0
 """Start of an engine and of a trainer in each round. Assumed."""
 
@@ -49,6 +54,14 @@ class Job(Record):
     """Those that hold a generator's copy of the target together."""
     machine_devices: int = 0
     """GPUs of a machine; 0: unknown."""
+    own_devices: int = 0
+    """GPUs of the only machine that the run may use; 0: unknown, or there may be several machines."""
+    serves: bool = False
+    """Whether a generator's engine is SGLang."""
+    engine_share: float | None = None
+    """Share of a GPU's memory for SGLang's weights and KV cache; None: SGLang's own default."""
+    engine_chunk_tokens: int | None = None
+    """Tokens that SGLang prefills at once; None: its own default."""
     attention_groups: int = 1
     """Of a generator's GPUs, with data-parallel attention."""
     ranks: int
@@ -107,6 +120,24 @@ class Job(Record):
     def _generator(self, part: Callable[..., int]) -> int:
         precision, devices = self.inference_precision, self.devices_per_generator
         return part(self.target, precision, self.longest_tokens, devices, self.attention_groups)
+
+    def holds_target(self, devices: int) -> bool:
+        """Whether `devices` GPUs hold a copy of the target, in SGLang with a KV cache for the longest sample."""
+        precision, groups = self.inference_precision, min(self.attention_groups, devices)
+        tokens = self.longest_tokens if self.serves else 0
+        return held_static(self.target, precision, tokens, devices, groups) <= self.static_room(devices)
+
+    def static_room(self, devices: int) -> int:
+        """Bytes of each of a generator's `devices` that weights, and in SGLang its KV cache, may take."""
+        if not self.serves:
+            return int(self.memory_bytes * TARGET_SHARE)
+        if self.sharing == "share":  # the planner then sets the engine's share
+            return self.memory_bytes - (self.generator_bytes - self.static_bytes)
+        share = self.engine_share or (
+            engine_static(self.memory_bytes, devices, self.engine_chunk_tokens) / self.memory_bytes
+        )
+        # SGLang takes the share of what is free when it loads the weights, after CUDA and NCCL have taken theirs.
+        return max(0, int((self.memory_bytes - RESERVED) * share))
 
     @property
     def rank_bytes(self) -> int:

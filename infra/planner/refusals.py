@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator
 
-from infra.planner.memory import longest_sample, planned_chunk_tokens, rank_memory
+from infra.planner.memory import RESERVED, longest_sample, planned_chunk_tokens, rank_memory
 from infra.planner.plan import Job, Plan, make_plan, memory_left
+from infra.planner.shapes import ITEM_BYTES
 from infra.quantities import byte_size, plural
 from infra.records.data_path import Record
 
 GIB = 2**30
 LEAST_CHUNK = 32
-TARGET_SHARE = 0.9
-"""Share of a generator's memory that the target's weights may take; the rest is its cache's."""
+MOST_DEVICES = 1024
+"""GPUs that are tried for one copy of the target."""
+MOST_SHARE = 0.9
+"""The largest generator.sglang.memory_fraction that is proposed; the rest is for activations and CUDA graphs."""
 HOST_SHARE = 0.8
 """Share of the host's memory that samples may take; engines, trainers and the page cache need the rest."""
 
@@ -36,23 +39,15 @@ def refusals(plan: Plan) -> tuple[PlanObstacle, ...]:
 def _found(plan: Plan) -> Iterator[PlanObstacle]:
     job = plan.job
     if job.device.is_gpu and job.memory_bytes:
-        room = int(job.memory_bytes * job.devices_per_generator * TARGET_SHARE)
-        if plan.target_bytes > room:
-            held = "as it is quantized" if job.target.bytes_per_weight else f"in {job.inference_precision}"
-            needed, machines = _on_machines(job, least_devices(plan.target_bytes, job.memory_bytes))
-            yield PlanObstacle(
-                problem=f"the target's weights take {plan.target_bytes / GIB:.0f} GiB {held}, "
-                f"and a generator has {job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which a tenth "
-                "is left to its cache",
-                overrides=("generator.engine=sglang", f"pools.inference_gpus={needed * job.generators}", *machines),
-            )
+        if not job.holds_target(job.devices_per_generator):
+            yield _too_large_a_target(plan)
         elif job.devices_per_generator > job.machine_devices * job.generator_machines > 0:
-            devices, machines = _on_machines(job, job.devices_per_generator)
+            overrides, otherwise = _more_devices(job, job.devices_per_generator)
             yield PlanObstacle(
                 problem=f"a generator's copy of the target is divided among {job.devices_per_generator} GPUs, and "
                 f"{plural(job.generator_machines, 'machine')} of {job.machine_devices} (plan.gpus_per_machine) hold it",
-                overrides=(f"pools.inference_gpus={devices * job.generators}", *machines),
-                otherwise="more generators (generator.count)",
+                overrides=overrides,
+                otherwise="; or ".join(filter(None, (otherwise, "more generators (generator.count)"))),
             )
     if job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
@@ -70,9 +65,59 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
         )
 
 
-def least_devices(target_bytes: int, memory_bytes: int) -> int:
-    """GPUs that hold a copy of the target: a power of two, because other numbers seldom divide its heads."""
-    return _power_of_two(-(-target_bytes // int(memory_bytes * TARGET_SHARE)))
+def least_devices(job: Job) -> int | None:
+    """GPUs that hold a copy of the target in SGLang: a power of two, because other numbers seldom divide its heads.
+
+    None where no number of them does: a cache that is not divided may be larger than a GPU.
+    """
+    served = job.model_copy(update={"serves": True})
+    counts = (1 << power for power in range(MOST_DEVICES.bit_length()))
+    return next((count for count in counts if count >= job.attention_groups and served.holds_target(count)), None)
+
+
+def _too_large_a_target(plan: Plan) -> PlanObstacle:
+    job = plan.job
+    held = "as it is quantized" if job.target.bytes_per_weight else f"in {job.inference_precision}"
+    problem = (
+        f"the target's weights take {plan.target_bytes / GIB:.0f} GiB {held}, and a generator has "
+        f"{job.devices_per_generator} x {job.memory_bytes / GIB:.0f} GiB, of which "
+        f"{job.static_room(job.devices_per_generator) / GIB:.1f} GiB each are for weights"
+    )
+    if job.serves:
+        cached = job.target.cache_per_token * job.longest_tokens * ITEM_BYTES[job.inference_precision]
+        problem += f" and the KV cache, which needs {byte_size(cached)} for the longest sample"
+    least, share = least_devices(job), _larger_share(job)
+    fraction = f"generator.sglang.memory_fraction={share}" if share else ""
+    if least is None:
+        wanted, otherwise = (), "shorter samples (data.max_tokens), or a smaller or quantized target"
+    else:
+        wanted, otherwise = _more_devices(job, least)
+    if wanted:
+        return PlanObstacle(problem=problem, overrides=("generator.engine=sglang", *wanted), otherwise=fraction)
+    return PlanObstacle(problem=problem, overrides=(fraction,) if fraction else (), otherwise=otherwise)
+
+
+def _larger_share(job: Job) -> float | None:
+    """Share of memory for SGLang's weights and cache with which a generator's GPUs hold the target, if there is one.
+
+    SGLang's default is cautious; this one leaves what the planner expects of a forward.
+    """
+    if not job.serves or job.sharing == "share":
+        return None
+    others = job.generator_bytes - job.static_bytes
+    share = min(MOST_SHARE, int(100 * (job.memory_bytes - others) / (job.memory_bytes - RESERVED)) / 100)
+    larger = job.model_copy(update={"engine_share": share})
+    return share if share > 0 and larger.holds_target(job.devices_per_generator) else None
+
+
+def _more_devices(job: Job, devices: int) -> tuple[tuple[str, ...], str]:
+    """Overrides that give a generator at least `devices` GPUs; or, where this machine has too few, what else to do."""
+    devices, machines = _on_machines(job, devices)
+    generators = min(job.generators, job.own_devices // devices) if job.own_devices else job.generators
+    if not generators:
+        return (), f"this machine has {plural(job.own_devices, 'GPU')}: choose a smaller or quantized target"
+    fewer = (f"generator.count={generators}",) if generators < job.generators else ()
+    return (f"pools.inference_gpus={devices * generators}", *fewer, *machines), ""
 
 
 def _on_machines(job: Job, devices: int) -> tuple[int, tuple[str, ...]]:

@@ -58,5 +58,5 @@ class DominoConfig(BlockConfig):
         return 3 * state * (hidden + state) + self.emb_dim * (hidden + state)
 
     def engine_arguments(self, lookahead: int) -> list[str]:
-        """By default SGLang corrects the logits of 2,048 tokens alone, chosen for the whole block, and proposes others."""
+        """By default SGLang corrects the logits of 2,048 tokens chosen for the whole block, and proposes others."""
         return [*super().engine_arguments(lookahead), "--speculative-domino-candidate-pool-size", "0"]

@@ -1,5 +1,6 @@
 """The command line, run as a person runs it."""
 
+import json
 import os
 import shlex
 import shutil
@@ -245,6 +246,22 @@ def test_a_recipe_is_made_for_a_target_and_text(home: Path, tiny_target, tmp_pat
     assert "data: 2 plain texts; 1 broken record left out" in planned.stdout
     refused = draftsmith(home, "retrain", str(recipe), "--plan")
     assert (refused.returncode, "data.max_broken_share=0.2 allows" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(("hidden", "rate", "samples"), [(1024, 1e-4, 16), (512, 1e-3, 8)])
+def test_a_large_target_s_recipe_has_the_rate_of_the_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: int, rate: float, samples: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("Some words of a document.\n")
+    Path("target").mkdir()
+    shape = {"hidden_size": hidden, "num_hidden_layers": 8, "vocab_size": 1000, "num_attention_heads": 8}
+    Path("target", "config.json").write_text(json.dumps(shape | {"intermediate_size": 2048, "model_type": "llama"}))
+    result = CliRunner().invoke(app, ["init", "target", "a.txt"])
+    assert result.exit_code == 0, result.output
+    training = load_recipe(Path("target.yaml")).training
+    assert (training.learning_rate, training.samples_per_step) == (rate, samples)
+    assert ("# The default learning rate" in Path("target.yaml").read_text()) == (hidden == 1024)
 
 
 def test_the_commands_that_init_prints_can_be_run(home: Path, tiny_target, tmp_path: Path) -> None:

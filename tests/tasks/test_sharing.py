@@ -19,15 +19,18 @@ from infra.planner.page import plan_page
 from infra.planner.refusals import refusals
 from infra.planner.sharing import choose_sharing
 from infra.planner.split import advice
+from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.records.sharing import Sharing, SharingMode
 from infra.refusal import Refusal
 from infra.transport.choice import NoRoomError, objects_folder, open_transport, run_memory_folder
 from infra.transport.files import FileTransport
 from models.config.division import check_division
 from models.config.recipe import as_recipe, load_recipe
-from tasks.plan import checked_plan, division, on_this_machine, plan_recipe
+from models.config.target_settings import completed
+from tasks.division import division
+from tasks.plan import check_gpus, checked_plan, on_this_machine, plan_recipe
 from tasks.pools import leased_specs
-from tasks.prepare import decide_sharing
+from tasks.prepare import decide_sharing, plan_run
 from tasks.run import OpenRun
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -164,6 +167,65 @@ def test_what_cannot_be_shared_is_refused_with_a_choice_that_works(machine: Mach
         load_recipe(recipe, ["pools.sharing=share", "pools.kind=slurm", "transport.kind=mooncake"])
     with pytest.raises(Refusal, match="divides the memory of GPUs"):
         load_recipe(RECIPES / "tiny.yaml", ["pools.sharing=share"])
+
+
+@pytest.mark.parametrize(
+    ("pools", "sharing", "refused"),
+    [
+        (
+            (4, 1),
+            "auto",
+            r"the inference pool wants 4 GPUs and the training pool wants 1 GPUs and this machine has 1: ",
+        ),
+        ((2, 2), "alternate", r"^the inference pool wants 2 GPUs and this machine has 1: lower pools.inference_gpus, "),
+        ((2, 0), "auto", r"wants 2 GPUs .* this machine has 1"),
+        ((1, 1), "auto", None),
+        ((1, 1), "apart", r"pools.sharing=apart wants 1 \+ 1 GPUs, and this machine has 1"),
+    ],
+)
+def test_more_gpus_than_this_machine_has_are_refused_by_the_plan(
+    machine: Machine, pools: tuple[int, int], sharing: str, refused: str | None
+) -> None:
+    """As the lease would, unless the plan is for another machine."""
+    machine("NVIDIA GeForce RTX 4090", 1, 24)
+    settings = [f"pools.inference_gpus={pools[0]}", f"pools.training_gpus={pools[1]}", f"pools.sharing={sharing}"]
+    recipe = load_recipe(RECIPES / "one-gpu-24gb.yaml", settings)
+    own = recipe.model_copy(update={"plan": recipe.plan.model_copy(update={"gpus": None, "device": None})})
+    for config in (own, on_this_machine(recipe)):
+        with pytest.raises(Refusal, match=refused) if refused else nullcontext():
+            check_gpus(config)
+    with pytest.raises(Refusal, match=refused) if refused else nullcontext():
+        checked_plan(own)
+    check_gpus(recipe)
+
+
+def test_a_run_that_wants_more_gpus_ends_when_it_is_planned(
+    machine: Machine, run: OpenRun, samples: SamplesRecord
+) -> None:
+    machine("NVIDIA GeForce RTX 4090", 1, 24)
+    config = load_recipe(RECIPES / "one-gpu-24gb.yaml", ["pools.inference_gpus=4"])
+    target = TargetRecord.model_construct(path="/nowhere")
+    with pytest.raises(Refusal, match=r"wants 4 GPUs .* this machine has 1"):
+        plan_run.fn(OpenRun(config, run.folder, run.owner), target, samples)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "generators", "overrides", "otherwise"),
+    [
+        (1, 1, (), "this machine has 1 GPU: choose a smaller or quantized target"),
+        (4, 1, ("generator.engine=sglang", "pools.inference_gpus=4"), ""),
+        (4, 2, ("generator.engine=sglang", "pools.inference_gpus=4", "generator.count=1"), ""),
+    ],
+)
+def test_no_remedy_wants_more_gpus_than_this_machine_has(
+    machine: Machine, gpus: int, generators: int, overrides: tuple[str, ...], otherwise: str
+) -> None:
+    machine("NVIDIA GeForce RTX 4090", gpus, 24)
+    settings = ["plan.target.parameters=20000000000", f"generator.count={generators}"]
+    settings.append(f"pools.inference_gpus={generators}")
+    config = on_this_machine(load_recipe(RECIPES / "one-gpu-24gb.yaml", settings))
+    (obstacle,) = refusals(plan_recipe(config))
+    assert (obstacle.overrides, obstacle.otherwise) == (overrides, otherwise)
 
 
 def test_nobody_knows_the_target_and_turns_are_safe() -> None:
@@ -319,6 +381,25 @@ def check_plan(target: str, gpus: int, generator: dict, refused: str | None) -> 
     config = as_recipe(tree | {"pools": {"inference_gpus": gpus, "training_gpus": 1}}, "here")
     with pytest.raises(Refusal, match=refused) if refused else nullcontext():
         checked_plan(config)
+
+
+@pytest.mark.parametrize(("hidden", "layers", "micro_batches"), [(5120, 40, 2), (5120, 64, 8)])
+def test_a_written_recipe_trains_steps_that_the_gpu_holds(
+    machine: Machine, tmp_path: Path, hidden: int, layers: int, micro_batches: int
+) -> None:
+    """As of Qwen3-14B-AWQ and Qwen3-32B-AWQ on a card of 24 GB, with 8 samples per step."""
+    machine("NVIDIA GeForce RTX 4090", 1, 24)
+    width = {40: 17408, 64: 25600}[layers]
+    quantized = {"quantization_config": {"quant_method": "awq", "bits": 4}, "vocab_size": 151_936}
+    target = shape(tmp_path / "target", layers, hidden, intermediate_size=width, **quantized)
+    tree = completed({"name": "x", "target": {"name": target}, "data": {"source": "python-docs"}})
+    found, why = division(tree)
+    assert f"training.micro_batches={micro_batches}" in why
+    assert ("generator.sglang.memory_fraction=" in why) == (layers == 64), "its weights exceed SGLang's own share"
+    config = as_recipe(tree | found, "here")
+    assert config.training.micro_batches == micro_batches
+    assert config.data.source == "python-docs"
+    checked_plan(config)
 
 
 def test_a_target_of_unknown_shape_gets_a_gpu_for_each_side(machine: Machine, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.planner.answers import Answers
+from infra.planner.answers import FREE_SHARE, Answers
 from infra.planner.devices import DEVICES
+from infra.planner.memory import engine_static
 from infra.planner.page import verdicts
 from infra.planner.shapes import TargetShape
 from models.config.recipe import load_recipe
@@ -37,7 +38,7 @@ def test_many_requests_are_bound_by_arithmetic() -> None:
 def test_copies_multiply_and_long_answers_take_room() -> None:
     assert tokens_per_s(ONE.model_copy(update={"copies": 3})) == pytest.approx(3 * tokens_per_s(ONE))
     long = ONE.model_copy(update={"most_requests": 256, "answer_tokens": 100_000})
-    room = 0.85 * 80e9 - 2 * 10**9
+    room = 0.85 * DEVICES["H100"].memory_bytes - 2 * 10**9
     assert long.requests(TARGET, "bfloat16", DEVICES["H100"]) == int(room / (100_100 * 5000 * 2))
     assert long.requests(TARGET, "bfloat16", DEVICES["cpu"]) == 256
 
@@ -58,6 +59,19 @@ def test_every_inference_gpu_answers_with_sglang(settings: list[str], copies: in
     assert answers
     assert (answers.copies, answers.devices_per_copy, answers.most_requests) == (copies, devices, requests)
     assert (answers.prompt_tokens, answers.answer_tokens) == (1, 2048)
+
+
+def test_sglang_s_cache_has_what_its_server_gives_it() -> None:
+    settings = ["plan.memory_gb=26", "plan.answer_tokens=2048", "pools.sharing=apart", "plan.gpus=8"]
+    (served, fixed, plain) = (
+        plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [*settings, *more])).job.answers
+        for more in ([], ["generator.sglang.memory_fraction=0.8"], ["generator.engine=transformers"])
+    )
+    assert served
+    assert fixed
+    assert plain
+    assert served.memory_share == pytest.approx(engine_static(26 * 10**9, 1) / 26e9)
+    assert (fixed.memory_share, plain.memory_share) == (0.8, FREE_SHARE)
 
 
 def test_time_and_cost_include_regeneration() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.planner.memory import FRAGMENTS, RESERVED
+from infra.planner.memory import FRAGMENTS, RESERVED, engine_static
 from infra.planner.plan import make_plan
 from infra.planner.refusals import HOST_SHARE, PlanObstacle, refusals
 from models.config.recipe import load_recipe
@@ -17,8 +17,8 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-8b.yaml"
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (["plan.memory_gb=24"], "training.micro_batches"),
-        (["training.micro_batches=8", "data.max_tokens=800000"], "data.max_tokens"),
+        (["plan.memory_gb=24", "generator.sglang.memory_fraction=0.9"], "training.micro_batches"),
+        (["training.micro_batches=8", "data.max_tokens=800000", "generator.count=2"], "data.max_tokens"),
         (["training.micro_batches=8", "data.max_tokens=150000"], "training.recompute"),
         (["transport.budget_mib=512"], "transport.budget_mib"),
         (["plan.memory_gb=18", "data.max_tokens=64"], "pools.inference_gpus"),
@@ -48,6 +48,44 @@ def test_a_target_that_is_too_large_for_a_machine_is_divided_among_several(setti
     assert problem in str(refusal)
     assert any(one.startswith("pools.machines_per_generator=") for one in refusal.overrides)
     assert not refusals(plan_recipe(load_recipe(RECIPE, [*settings, *refusal.overrides])))
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "ranks", "share"), [(24_564, 1, 0.724), (81_559, 2, 0.84), (183_359, 4, 0.86), (143_771, 1, 0.91)]
+)
+def test_sglang_s_own_share_of_a_gpu(memory_mib: int, ranks: int, share: float) -> None:
+    """RTX 4090, H100, B200 and H200, as SGLang 0.5.23 works it out."""
+    memory_bytes = memory_mib * 2**20
+    assert engine_static(memory_bytes, ranks) / memory_bytes == pytest.approx(share, rel=0.01)
+    shares = [engine_static(memory_bytes, count) for count in (1, 2, 4, 8)]
+    assert shares == sorted(shares, reverse=True)
+    assert engine_static(memory_bytes, ranks, 32_768) < engine_static(memory_bytes, ranks, 2048) < memory_bytes
+    assert engine_static(2**30, ranks) == 0
+
+
+LLAMA_70B = [
+    *("plan.target.parameters=70553706496", "plan.target.num_layers=80", "plan.target.hidden_size=8192"),
+    *("plan.target.cache_width=2048", "plan.target.attention_width=8192", "plan.target.vocab_size=128256"),
+    *("generator.count=1", "data.max_tokens=2048", "training.micro_batches=8", "plan.memory_gb=85.52"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ([], "pools.inference_gpus=4"),
+        (["generator.sglang.memory_fraction=0.9"], ""),
+        (["pools.inference_gpus=4"], ""),
+        (["pools.inference_gpus=4", "generator.sglang.memory_fraction=0.4"], "generator.sglang.memory_fraction=0.9"),
+        (["pools.inference_gpus=4", "data.max_tokens=1000000"], "pools.inference_gpus=8"),
+    ],
+)
+def test_a_target_has_to_leave_room_for_its_cache_in_sglang(settings: list[str], remedy: str) -> None:
+    """Llama-3.1-70B on two H100s has weights of 66 GiB each, and SGLang's own share is as much."""
+    plan = plan_recipe(load_recipe(RECIPE, [*LLAMA_70B, "pools.inference_gpus=2", "plan.gpus=16", *settings]))
+    found = [str(one) for one in refusals(plan) if "the target's weights" in str(one)]
+    assert len(found) == bool(remedy), found
+    assert all(remedy in one and "the KV cache" in one for one in found)
 
 
 def test_smaller_chunks_of_the_loss_are_tried_before_shorter_samples() -> None:

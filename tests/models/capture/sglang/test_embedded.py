@@ -24,7 +24,7 @@ def spec(tmp_path: Path) -> CaptureSpec:
 
 @pytest.fixture
 def capture(spec: CaptureSpec, monkeypatch: pytest.MonkeyPatch) -> Iterator[Capture]:
-    monkeypatch.setattr(plugin, "_parallel", lambda: SimpleNamespace(attn_tp_rank=0))
+    monkeypatch.setattr(plugin, "_parallel", lambda: SimpleNamespace(attn_tp_rank=0, attn_cp_rank=0, attn_cp_size=1))
     made = Capture(spec)
     yield made
     made.close()
