@@ -18,7 +18,7 @@ HEAD = """\
 # Made by `draftsmith init`. Sizes and layers are the target's; docs/settings.md lists all settings.
 """
 LARGE_HIDDEN_SIZE = 1024
-"""Hidden size from which a target gets the rate and batch below, as in the shipped recipes for such targets."""
+"""Hidden size from which a target gets the rate and batch below, as in the shipped recipes for one and two GPUs."""
 LARGE_TRAINING = {"learning_rate": 1.0e-4, "samples_per_step": 16}
 TRAINING_COMMENT = """\
 # The default learning rate and batch are for targets with a hidden size below 1,024.

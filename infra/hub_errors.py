@@ -2,8 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 from infra.refusal import Refusal
+
+
+def client_error() -> type[Exception]:
+    """What huggingface_hub's HTTP client raises, and lets through at times; the Hub's own errors inherit from it.
+
+    It is httpx's in version 1 of huggingface_hub, and httpx2's in version 2.
+    """
+    # Imported where it is needed: it is slow, and most commands never ask the Hub.
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return cast("type[Exception]", HfHubHTTPError.__bases__[0])
 
 
 @contextmanager
@@ -18,7 +30,6 @@ def hub_refusals(
         hint: Ends the message for a repository that the Hub refuses.
         offline: What to do if the Hub cannot be reached, besides checking the network.
     """
-    # Importing it takes a while, which commands that never ask the Hub need not wait.
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -33,3 +44,5 @@ def hub_refusals(
             f"{place}: the Hub refused {name} at revision {revision or 'main'}: {error}. Check name and revision; if "
             f"it is gated, accept its terms and run `hf auth login`{hint}"
         ) from error
+    except client_error() as error:
+        raise Refusal(f"{place}: the Hub cannot be reached ({error}): check network and proxy, or {offline}") from error

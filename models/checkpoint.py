@@ -79,10 +79,16 @@ class CheckpointSaver:
 
     def save(self, step: int, tensors: Tensors, state: TrainerState, description: DraftDescription) -> None:
         """Begin to save the checkpoint of `step`; what is given may change once this returns."""
+        self.wait_in_training()
         started = time.monotonic()
-        self.wait()
         self._last = self._worker.submit(self._save, step, on_host(tensors), on_host(state), description)
         self.saves += 1
+        self.stall_s += time.monotonic() - started
+
+    def wait_in_training(self) -> None:
+        """As `wait`, while training stands still."""
+        started = time.monotonic()
+        self.wait()
         self.stall_s += time.monotonic() - started
 
     def wait(self) -> None:

@@ -83,13 +83,13 @@ def checked_plan(config: RunConfig) -> Plan:
 def check_gpus(config: RunConfig) -> None:
     """Raise Refusal for more GPUs than this machine has, in the words of the lease, before anything is prepared.
 
-    Nothing is checked where the plan is for another machine (plan.gpus, plan.device).
+    Nothing is checked on a machine without GPUs, or where the plan is for another one (plan.gpus, plan.device).
     """
     gpus = _planned_gpus(config)
     if not gpus:
         return
     specs = pool_specs(config.pools, config.generator.count)
-    # Which of the two ways of sharing it is needs a plan, and makes no difference here.
+    # Only a plan can tell `share` from `alternate`, and both lease the same GPUs.
     is_shared = config.generator.live is not None or choose_sharing(config.pools, gpus, None)[0] != "apart"
     LocalPools().check([max(specs, key=lambda spec: spec.gpus)] if is_shared else specs)
 
@@ -139,6 +139,8 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         machine_devices=_machine_devices(config) if device.is_gpu else 0,
         own_devices=_planned_gpus(config),
         serves=generator.engine == "sglang",
+        quantizes=generator.sglang.quantization is not None and not target.bytes_per_weight,
+        captures_elsewhere=generator.live is not None,
         engine_share=generator.sglang.memory_fraction,
         engine_chunk_tokens=generator.sglang.chunked_prefill_tokens,
         attention_groups=generator.sglang.attention_data_parallel if generator.engine == "sglang" else 1,

@@ -75,6 +75,7 @@ def fetch_start(run: OpenRun) -> RegisteredDraft | None:
 @side_effect("preflight", retries=1)
 def preflight(run: OpenRun) -> None:
     """Refuse what would only fail after GPUs were taken; with regeneration, every record is read."""
+    check_gpus(on_this_machine(run.config))
     run_main(run, on_cpu(run), "preflight", "models.preflight", timeout_s=SAMPLES_TIMEOUT_S)
 
 

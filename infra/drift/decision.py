@@ -92,8 +92,9 @@ def _passing(finding: DriftFinding, newest: int | None) -> str:
     """Why an alarm calls for no retraining (yet); empty for a fall that has lasted for a day.
 
     A test of windows takes hours in which everybody asks something hard for a fall. And a fall that was made known
-    before, and that retraining has not mended, is no reason to train again until there is a further one. A retraining
-    that failed has registered no version, and is no reason to wait; one that goes on for `quiet_hours` neither.
+    before, and that retraining has not mended, is no reason to train again until there is a further one. Neither
+    a retraining that failed, which has registered no version, nor one that still runs after `quiet_hours` is a reason
+    to wait.
     """
     series, fall = finding.series, finding.test.fall
     day, windows = series.last_day(), series.windows

@@ -38,7 +38,7 @@ FRAGMENTS = 0.92
 CHUNK_TOKENS = 8192
 """Tokens that an engine prefills at once. Assumed: SGLang's default on large GPUs."""
 ENGINE_CHUNKS = ((20 * 1024, 2048), (60 * 1024, 4096), (160 * 1024, 8192))
-"""SGLang's chunk sizes on GPUs with less memory than so many MiB; see `engine_static`."""
+"""Pairs (MiB, tokens): SGLang's chunk size on GPUs with less memory than the first; see `engine_static`."""
 ENGINE_LARGEST_CHUNK = 16384
 MIB = 2**20
 PREFILL_ROWS = 24

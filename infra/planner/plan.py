@@ -58,6 +58,10 @@ class Job(Record):
     """GPUs of the only machine that the run may use; 0: unknown, or there may be several machines."""
     serves: bool = False
     """Whether a generator's engine is SGLang."""
+    quantizes: bool = False
+    """Whether it quantizes the target's weights when it has loaded them."""
+    captures_elsewhere: bool = False
+    """Whether hidden states come from servers in service, which have GPUs of their own."""
     engine_share: float | None = None
     """Share of a GPU's memory for SGLang's weights and KV cache; None: SGLang's own default."""
     engine_chunk_tokens: int | None = None
@@ -124,6 +128,8 @@ class Job(Record):
     def holds_target(self, devices: int) -> bool:
         """Whether `devices` GPUs hold a copy of the target, in SGLang with a KV cache for the longest sample."""
         precision, groups = self.inference_precision, min(self.attention_groups, devices)
+        if self.serves and self.quantizes:  # SGLang loads the weights as they are stored, and quantizes them then
+            return held_static(self.target, precision, 0, devices, groups) <= int(self.memory_bytes * TARGET_SHARE)
         tokens = self.longest_tokens if self.serves else 0
         return held_static(self.target, precision, tokens, devices, groups) <= self.static_room(devices)
 

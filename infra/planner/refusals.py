@@ -38,7 +38,7 @@ def refusals(plan: Plan) -> tuple[PlanObstacle, ...]:
 
 def _found(plan: Plan) -> Iterator[PlanObstacle]:
     job = plan.job
-    if job.device.is_gpu and job.memory_bytes:
+    if job.device.is_gpu and job.memory_bytes and not job.captures_elsewhere:
         if not job.holds_target(job.devices_per_generator):
             yield _too_large_a_target(plan)
         elif job.devices_per_generator > job.machine_devices * job.generator_machines > 0:

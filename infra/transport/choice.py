@@ -114,8 +114,10 @@ def resolved(config: TransportConfig, run: RunFolder) -> TransportConfig:
 
     Such a process, in a container of its own, would by itself choose by the shared memory that it has.
     """
+    if config.kind in IN_FOLDERS and config.folder is not None:
+        return config.model_copy(update={"folder": str(Path(config.folder).absolute())})
     place = run_memory_folder(run)
-    has_place = config.kind in IN_FOLDERS and config.folder is None and place.is_dir()
+    has_place = config.kind in IN_FOLDERS and place.is_dir()
     if not has_place or objects_folder(config, run).parent != place:
         return config
     kind = "arena" if config.kind == "auto" else config.kind

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from infra.hub_errors import hub_refusals
+from infra.hub_errors import client_error, hub_refusals
 from infra.planner.shapes import TargetShape, target_shape
 from infra.planner.target_files import MODELOPT_FILE, read_target_config, with_modelopt
 from infra.refusal import Refusal
@@ -106,7 +106,7 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
     if beside.is_file() or target.source == "gguf-package" or expanded("target.name", target.name).is_dir():
         return beside
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     commit = config.parent.name  # of the snapshot in the cache, so that both files are of one revision
     try:
@@ -114,7 +114,7 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
         if try_to_load_from_cache(target.name, MODELOPT_FILE, revision=commit) is not None:
             return None
         return Path(hf_hub_download(target.name, MODELOPT_FILE, revision=commit, etag_timeout=HUB_S))
-    except (HfHubHTTPError, LocalEntryNotFoundError):
+    except (client_error(), LocalEntryNotFoundError):
         return None  # most targets are not quantized: a plan without a network is worth more than this file
 
 

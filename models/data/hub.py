@@ -8,13 +8,12 @@ no code of the dataset runs and its own layout does not matter. With a path, the
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-from infra.hub_errors import hub_refusals
+from infra.hub_errors import client_error, hub_refusals
 from infra.refusal import Refusal
 from infra.settings import expanded
 
@@ -22,9 +21,6 @@ SCHEME = "hf://"
 CONVERTED = "refs/convert/parquet"
 FORM = "hf://datasets/OWNER/NAME[@REVISION][/PATH], or without PATH [?config=C&split=S]"
 TIMEOUT_S = 60.0
-# huggingface_hub lets its HTTP client's errors through: httpx's in version 1, httpx2's in version 2, and its own error
-# inherits from them.
-_CLIENT_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])
 
 
 def model_folder(
@@ -109,7 +105,7 @@ def _names(wanted: HubDataset) -> list[str]:
         info = HfApi().dataset_info(repository, revision=revision, timeout=TIMEOUT_S)
     except HfHubHTTPError:
         raise  # the Hub was reached
-    except (OfflineModeIsEnabled, _CLIENT_ERROR):
+    except (OfflineModeIsEnabled, client_error()):
         cached = snapshot_download(
             repository,
             repo_type="dataset",

@@ -8,7 +8,7 @@ from typing import Any
 from infra.refusal import Refusal
 from models.data.media import medium, seen_turns
 from models.data.message import Message, joined
-from models.data.thinking import without_thinking
+from models.data.thinking import thinks, without_thinking
 from models.data.tools import calls_of, parsed
 
 ROLES = {
@@ -102,7 +102,8 @@ def _continued(begun: Turn, answer: Turn, record: Mapping[str, Any]) -> Turn:
         return begun
     first, rest = (one if isinstance(one, str) else joined([part["text"] for part in one]) for one in contents)
     if without_thinking(first).strip() == rest.strip():  # a log that adds the answer to the turns
-        return {**answer, **begun}
+        said = {key: value for key, value in begun.items() if value is not None}
+        return begun if thinks(first) else {**answer, **said}
     # Some servers repeat the beginning (vLLM's `echo`).
     whole = rest if record.get("echo") else first + rest
     return {**begun, **answer, "content": whole, "number": begun["number"]}

@@ -163,7 +163,7 @@ class DraftTrainer(Callback):
         self.progress.check_finite(self.step)
         self.committed = self.step
         module, run, wanted = self.module, self.run, self.control.rank == 0
-        self.saver.wait()  # before another copy of everything is in the host's memory
+        self.saver.wait_in_training()  # before another copy of everything is in the host's memory
         weights, averaged = whole(module.draft.state_dict(), wanted), whole(module.averaged, wanted)
         state = module.state(self.progress.counters(), wanted)
         if not wanted:

@@ -110,7 +110,7 @@ class ServingEngine(SGLangEngine):
                     print(f"{error}; asking again every {BUSY_S:g} s", flush=True)
                 told = True
             self._stopped.wait(BUSY_S)
-            # A gateway answers so for a server that is away. Of the next one the run's requests are unknown.
+            # A gateway also answers like this while the server is away; the next server does not know this run.
             self._attached().check()
         raise EngineError("the generator stops")
 

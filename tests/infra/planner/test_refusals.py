@@ -78,6 +78,7 @@ LLAMA_70B = [
         (["pools.inference_gpus=4"], ""),
         (["pools.inference_gpus=4", "generator.sglang.memory_fraction=0.4"], "generator.sglang.memory_fraction=0.9"),
         (["pools.inference_gpus=4", "data.max_tokens=1000000"], "pools.inference_gpus=8"),
+        (["generator.sglang.quantization=fp8"], ""),  # SGLang takes its share once the weights are quantized
     ],
 )
 def test_a_target_has_to_leave_room_for_its_cache_in_sglang(settings: list[str], remedy: str) -> None:

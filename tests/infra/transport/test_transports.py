@@ -212,7 +212,6 @@ def test_objects_of_many_pieces(make: Make, tmp_path: Path) -> None:
 DIES_WRITING = """
 import os, signal, sys
 from pathlib import Path
-from typing import Any
 from infra.transport.files import FileTransport
 os.posix_fallocate = lambda file, start, nbytes: os.truncate(file, nbytes) or os.kill(os.getpid(), signal.SIGKILL)
 FileTransport(Path(sys.argv[1])).put(sys.argv[2], {"aux": bytes(1000)})

@@ -69,7 +69,8 @@ def test_a_target_that_does_not_reason_learns_all_answers(learned) -> None:
 )
 def test_an_answer_that_a_log_has_twice_is_one(said: str, beside: dict[str, Any], expected: str) -> None:
     record = {"messages": [ASKED, {"role": "assistant", "content": said}], "choices": [{"message": beside}]}
-    assert as_document("log.jsonl:1", record).messages[-1].content == expected
+    answered = as_document("log.jsonl:1", record).messages[-1]
+    assert (answered.content, answered.reasoning) == (expected, "")
 
 
 def test_another_answer_beside_an_answered_question_is_not_joined() -> None:
