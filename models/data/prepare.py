@@ -129,8 +129,8 @@ def check_unchanged(source: str, content: str, parts: Path | None = None) -> Non
 
 
 def prepare_live(run: RunFolder, config: DataConfig, target: TargetRecord, add_bos: bool) -> SamplesRecord:
-    """The requests that were collected before the training: half are held out, the others are learned, without
-    dialogues that are held out; and places for those that come later.
+    """Requests collected before training: half are held out. Of the others those are learned whose dialogue is not held
+    out. Places for later requests follow.
 
     They stay in the run's folder: the cache would keep what users wrote.
     """
