@@ -16,6 +16,8 @@ import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from postgres import recipe_url
+
 from infra.data_plane.start import start_generator, start_trainer
 from infra.data_plane.watch import RunWatch
 from infra.files.run_folder import RunFolder
@@ -116,7 +118,7 @@ def keep_postgres(folder: Path, address: str) -> None:
     """Until it is killed: then the server's supervisor stops the server."""
     server = PostgresServer(folder, Owner("chaos", folder.with_name("logs")), host=address)
     server.make_database(DATABASE)
-    folder.with_name("url").write_text(server.recipe_url(DATABASE))
+    folder.with_name("url").write_text(recipe_url(server, DATABASE))
     print(READY, flush=True)
     while True:
         try:

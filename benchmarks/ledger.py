@@ -37,6 +37,7 @@ from ledger_processes import (
     next_plan,
     publication,
 )
+from postgres import kill as kill_server
 
 from infra.files.atomic import write_atomically
 from infra.ledger.ledger import Ledger
@@ -79,7 +80,7 @@ class Cluster:
         """Kill something and start it again."""
         kind = choice.choices(["generator", "trainer", "server"], [7, 2, 1])[0]
         if kind == "server":
-            server.kill()
+            kill_server(server)
             server.start()
         elif kind == "trainer":
             _kill(self.trainer)

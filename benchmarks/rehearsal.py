@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 from capture_cost import cpu_model
 from mlflow.tracking import MlflowClient
+from postgres import recipe_url
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
@@ -153,7 +154,7 @@ def rehearse(gpus: int, folder: Path, server: PostgresServer, capacity: float) -
     plan = traffic(RATE * generators, TOKENS, TOKEN_BYTES, generators, ranks, machines)
     parts = min(4, machines)
     with ExitStack() as stack:
-        run = stack.enter_context(rehearsed_run(folder, gpus, server.recipe_url(server_database(server, gpus))))
+        run = stack.enter_context(rehearsed_run(folder, gpus, recipe_url(server, server_database(server, gpus))))
         run.folder.logs.mkdir(exist_ok=True)
         pool, transport = LocalPool(Owner("rehearsal", run.folder.logs)), run.config.transport
         memory = stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rehearsal-"))

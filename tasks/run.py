@@ -17,6 +17,7 @@ from prefect.context import FlowRunContext
 from prefect.runtime import flow_run as this_flow_run
 
 from infra.files.atomic import write_atomically
+from infra.files.folders import make_folder, private_mode
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.processes.process import Owner
@@ -68,7 +69,7 @@ class OpenRun:
     @property
     def tracking_record(self) -> Path:
         """Which MLflow run is this one's."""
-        return self.folder.path / "tracking.json"
+        return self.folder.tracking
 
     def open_ledger(self) -> Ledger:
         return Ledger.open(self.config.ledger.url or self.folder.ledger_url, self.folder.name)
@@ -150,11 +151,14 @@ def _new_folder(config: RunConfig, flow_run: str) -> Path:
     runs elsewhere, and know a run by its name alone.
     """
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    aside = runs_folder() / f".new-{name}"
-    aside.mkdir(parents=True)
+    runs = runs_folder()
+    aside = runs / f".new-{name}"
+    make_folder(runs)
+    # What users asked is for nobody else to read.
+    aside.mkdir(private_mode(runs) if config.generator.live else 0o777)
     write_atomically(RunFolder(aside).config, config)
     write_atomically(aside / FLOW_RUN, flow_run)
-    return aside.rename(runs_folder() / name)
+    return aside.rename(runs / name)
 
 
 def _remember(config: RunConfig, folder: RunFolder) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,11 +25,14 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """What is written here takes the place of `path` at the end, whole; after an error, nothing does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with ExitStack() as undo:
+        undo.callback(aside.unlink, missing_ok=True)
+        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+        undo.pop_all()
     sync_folder(path.parent)
 
 

@@ -24,7 +24,7 @@ def build_once(folder: Path, build: Callable[[Path], None], timeout_s: float = 1
         Refusal: another process has been building for longer than `timeout_s`.
     """
     if folder.is_dir():
-        with suppress(PermissionError):  # a cache that somebody else filled is theirs to clean up
+        with suppress(OSError):  # a cache that somebody else filled, or a read-only one, is theirs to clean up
             os.utime(folder)
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.files.folders import make_folder
+from infra.files.folders import make_folder, private_mode
 
 POLL_S = 0.1
 SWEEP_S = 2.0
@@ -25,6 +25,10 @@ LOCK_FILE = 0o666
 """Mode of lock files, less the umask: whoever shares a folder of runs among a group opens its locks for writing."""
 SHARED_FOLDER = 0o1777
 """Everybody may create files there, and remove only their own."""
+GONE = ".gone-"
+"""In the name of a folder that is being removed."""
+LOCKLESS_S = 86_400.0
+"""A folder without a lock is swept when it is older than this."""
 
 
 class LockHeldError(Exception):
@@ -146,13 +150,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def own_folder(folder: Path) -> Iterator[Lock]:
     """Make `folder`, hold the lock inside it, and remove it at the end.
 
-    It appears with its lock already held, so that a sweep never sees it unowned. Raises LockHeldError when it is
-    somebody else's; what a dead owner left under the name is removed first.
+    It appears with its lock already held, so that a sweep never sees it unowned, and other users may not enter it.
+    Raises LockHeldError when it is somebody else's; what a dead owner left under the name is removed first.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not _remove_if_free(folder, SWEEP_S):
         raise LockHeldError(str(folder))
     aside = folder.with_name(f".new-{os.getpid()}-{folder.name}")
+    aside.mkdir(private_mode(folder.parent), exist_ok=True)
     with hold(aside / "lock") as lock:
         try:
             aside.rename(folder)
@@ -169,7 +174,22 @@ def own_folder(folder: Path) -> Iterator[Lock]:
 
 def sweep(parent: Path, pattern: str = "draftsmith-*") -> list[Path]:
     """Remove the folders below `parent` whose owner is gone; return them. Other users' folders are left alone."""
-    return [folder for folder in parent.glob(pattern) if _is_own_folder(folder) and _remove_if_free(folder)]
+    return [
+        folder
+        for folder in parent.glob(pattern)
+        if _is_own_folder(folder) and not _has_lost_its_lock(folder) and _remove_if_free(folder)
+    ]
+
+
+def _has_lost_its_lock(folder: Path) -> bool:
+    """Whether the folder's owner may live although no lock says so.
+
+    Systemd empties /dev/shm when its user has logged out (RemoveIPC), and processes of a living run make their folder
+    there again.
+    """
+    if GONE in folder.name or (folder / "lock").exists():
+        return False
+    return time.time() - folder.stat().st_mtime < LOCKLESS_S
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -198,5 +218,5 @@ def _remove(folder: Path) -> None:
     A sweep finds by its name what is left of it if this process dies meanwhile.
     """
     with suppress(FileNotFoundError):
-        gone = folder.rename(folder.with_name(f"{folder.name}.gone-{secrets.token_hex(4)}"))
+        gone = folder.rename(folder.with_name(f"{folder.name}{GONE}{secrets.token_hex(4)}"))
         shutil.rmtree(gone, ignore_errors=True)

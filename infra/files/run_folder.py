@@ -71,6 +71,8 @@ class RunFolder:
     """What `export` holds."""
     stitched = _Place("stitched")
     """The target with a trained MTP layer in place of its own; hard links to the target's other files."""
+    tracking = _Place("tracking.json")
+    """Which run of MLflow is this one's."""
     benchmark = _Place("benchmark.json")
     request_counts = _Place("request_counts.json")
     """Tokens and verification steps of every benchmarked conversation."""

@@ -132,13 +132,13 @@ def _runs_store() -> dict[str, str]:
 def wait_for_answer(process: Process, what: str, trouble: Callable[[], str | None], timeout_s: float) -> None:
     """Wait until `trouble` has nothing to say of the server.
 
-    Raises TimeoutError, or ProcessFailedError when the server ends.
+    Raises Refusal when it does not answer in time, ProcessFailedError when it ends.
     """
     deadline = time.monotonic() + timeout_s
     while (why := trouble()) is not None:
         process.check()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} was not there within {timeout_s:g} s ({why}); its log is {process.log}")
+            raise Refusal(f"{what} does not answer after {timeout_s:g} s ({why}): look at its log, {process.log}")
         time.sleep(POLL_S)
 
 

@@ -9,17 +9,17 @@ import shutil
 import signal
 import stat
 import subprocess
-import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
 
 from infra.files.atomic import write_atomically
 from infra.network.ports import HOST, lasting_ports
-from infra.processes.process import Owner, Process, start
+from infra.processes.process import Owner, Process, ProcessFailedError, start
 from infra.refusal import Refusal
 from infra.servers.local import START_S, wait_for_answer
 
@@ -27,17 +27,16 @@ USER = "draftsmith"
 DRIVER = "postgresql+psycopg"
 NOBODY, NOGROUP = 65534, 65534
 STOP_S = 10.0
-POLL_S = 0.05
 
 
 class PostgresServer:
     """A server that answers once this is made; whoever made it stops it, and its data stay in their folder.
 
-    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
+    Raises Refusal where the package is missing or the server does not answer in time, ProcessFailedError.
     """
 
     def __init__(self, folder: Path, owner: Owner, host: str = HOST):
-        """`folder` must be accessible to everybody: started as root, the server runs as user nobody."""
+        """`folder` is no other server's, and accessible to everybody: started as root, the server runs as nobody."""
         if os.getuid() == 0:
             _check_that_nobody_may_enter(folder)
         self.folder, self._owner = folder, owner
@@ -68,7 +67,16 @@ class PostgresServer:
         (self.folder / "data" / "pg_hba.conf").write_text("host all all samenet scram-sha-256\n")
 
     def start(self) -> Process:
-        """Start it, for the first time or after its end, at the same port."""
+        """Start it, for the first time or after its end, at the same port, and wait until it answers."""
+        self.launch()
+        wait_for_answer(self.process, "PostgreSQL", self.trouble, START_S)
+        return self.process
+
+    def launch(self) -> Process:
+        """`start` without the wait."""
+        # After a power cut the file names a process that is gone, or by now another program of this user, which
+        # PostgreSQL takes for a server: it would never start again. A living server is noticed by its shared memory.
+        (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
         settings = {
             "listen_addresses": self.host,
             "port": self.port,
@@ -80,10 +88,10 @@ class PostgresServer:
         for name, value in settings.items():
             command += ["-c", f"{name}={value}"]
         self.process = start("postgres", command, self._owner, grace_s=STOP_S)
-        wait_for_answer(self.process, "PostgreSQL", self._trouble, START_S)
         return self.process
 
-    def _trouble(self) -> str | None:
+    def trouble(self) -> str | None:
+        """Why it does not answer; None where it does."""
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool)
         try:
             engine.connect().close()
@@ -96,13 +104,6 @@ class PostgresServer:
         address = sa.URL.create(DRIVER, USER, self._password, self.host, self.port, database)
         return address.render_as_string(hide_password=False)
 
-    def recipe_url(self, database: str) -> str:
-        """The URL for a recipe: clients find the password in a file that this user alone may read."""
-        file = self.folder / "pgpass"
-        write_atomically(file, f"{self.host}:{self.port}:*:{USER}:{self._password}\n", mode=0o600)
-        query = {"passfile": str(file)}
-        return sa.URL.create(DRIVER, USER, None, self.host, self.port, database, query).render_as_string()
-
     def make_database(self, name: str) -> str:
         """Create an empty database unless it exists; its URL."""
         engine = sa.create_engine(self.url("postgres"), poolclass=sa.NullPool, isolation_level="AUTOCOMMIT")
@@ -112,23 +113,15 @@ class PostgresServer:
                 connection.execute(sa.text(f'CREATE DATABASE "{name}"'))
         return self.url(name)
 
-    def kill(self) -> None:
-        """`kill -9`, as a crash would."""
-        os.kill(self._postmaster(), signal.SIGKILL)
-        self.process.stop()
-
     def stop(self) -> None:
-        """Stop it without waiting for its clients. Idempotent."""
+        """Stop it without waiting for its clients, for which SIGTERM would wait. Idempotent."""
         if self.process.poll() is None:
-            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-                os.kill(self._postmaster(), signal.SIGINT)
-            deadline = time.monotonic() + STOP_S
-            while self.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(POLL_S)
+            with suppress(psutil.Error):  # it has just ended
+                for postmaster in psutil.Process(self.process.pid).children():
+                    postmaster.send_signal(signal.SIGINT)
+            with suppress(TimeoutError, ProcessFailedError):
+                self.process.wait(STOP_S)
         self.process.stop()
-
-    def _postmaster(self) -> int:
-        return int((self.folder / "data" / "postmaster.pid").read_text().splitlines()[0])
 
 
 def _check_that_nobody_may_enter(folder: Path) -> None:
@@ -160,4 +153,6 @@ def _programs(folder: Path) -> Path:
 def _unprivileged() -> list[str]:
     if os.getuid() != 0:
         return []
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOGROUP}", "--clear-groups", "--"]
+    # A change of user undoes the supervisor's own request that the server dies with it.
+    dies = "--pdeathsig=KILL"
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOGROUP}", "--clear-groups", dies, "--"]

@@ -48,7 +48,7 @@ class S3Access(Record):
 class S3Server:
     """A server that answers once this is made; whoever made it stops it, and its objects stay in their folder.
 
-    Raises Refusal where the package is missing, TimeoutError, ProcessFailedError.
+    Raises Refusal where the package is missing or the server does not answer in time, ProcessFailedError.
     """
 
     def __init__(self, folder: Path, owner: Owner):
@@ -58,10 +58,15 @@ class S3Server:
         self.process: Process = self.start()
 
     def start(self) -> Process:
-        """Start it, for the first time or after its end, at the same ports."""
-        self.process = start("s3", self._command(), self._owner, grace_s=GRACE_S)
+        """Start it, for the first time or after its end, at the same ports, and wait until it answers."""
+        self.launch()
         health = f"{self.access.address}/healthz"
         wait_for_answer(self.process, "S3", lambda: trouble(health, ANSWER_S, direct=True), START_S)
+        return self.process
+
+    def launch(self) -> Process:
+        """`start` without the wait."""
+        self.process = start("s3", self._command(), self._owner, grace_s=GRACE_S)
         return self.process
 
     def _command(self) -> list[str]:
@@ -77,7 +82,13 @@ class S3Server:
             "-s3.port.iceberg=0",
             "-s3.port.lance=0",
             "-master.telemetry=false",
+            # Master and filer would let every user of this machine, and every page in a browser here, read and change
+            # the objects. S3 asks them by gRPC.
+            "-disableHttp",
+            "-volume.max=0",  # as many volumes as the disk has room for; eight by default
             f"-master.volumeSizeLimitMB={VOLUME_MIB}",
+            # Started again, a master waits that long for others before it serves, 10 s by default; it is the only one.
+            "-master.electionTimeout=1s",
             # Abstract sockets: the stack's folder may be too long for a socket's path, and nothing stays in /tmp.
             *(f"-{part}.localSocket=@draftsmith-{part}-{self.access.ports[part]}" for part in ("filer", "s3")),
         ]

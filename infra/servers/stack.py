@@ -7,6 +7,7 @@ in the stack's folder.
 import shlex
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import fsspec
@@ -37,11 +38,20 @@ class Stack:
         """`restarts`: how often a crashed process is started again; 0: what ends, ends the stack."""
         self.folder, self.owner, self._stop, self._restarts = folder, owner, stop, restarts
         self._kept: list[KeptProcess] = []
+        self._closing = ExitStack()
         self._servers: list[Server] = []
 
     def keep(self, launch: Callable[[], Process], running: Process | None = None) -> None:
         """Keep a process running; `running`: what was launched already."""
-        self._kept.append(KeptProcess(launch, self._restarts, running=running, endless=True))
+        kept = KeptProcess(launch, self._restarts, running=running, endless=True)
+        self._kept.append(kept)
+        self._closing.callback(kept.close)
+
+    def keep_store(self, server: PostgresServer | S3Server) -> None:
+        """Keep a server of data, which has started, running."""
+        # Its restart is not awaited: that would hold up all others, and its failure would be no crash to recover from.
+        self.keep(server.launch, server.process)
+        self._closing.callback(server.stop)
 
     def serve(self, launch: Callable[[], Server]) -> None:
         """Start a server and keep it running."""
@@ -62,8 +72,7 @@ class Stack:
 
     def close(self) -> None:
         """Stop everything, the last started first."""
-        for kept in reversed(self._kept):
-            kept.close()
+        self._closing.close()
 
     def credential(self) -> str:
         """Prefect's, the same after a restart, so that shells and browsers that have it stay logged in."""
@@ -94,13 +103,13 @@ def start_everything(stack: Stack, prefect_port: int, mlflow_port: int, take_ove
     another folder's.
 
     Returns addresses and credentials as environment variables. Raises Refusal for a missing package; Refusal,
-    TimeoutError or ProcessFailedError for a server that does not come up.
+    or ProcessFailedError for a server that does not come up.
     """
     owner, credential = stack.owner, stack.credential()
     postgres = PostgresServer(stack.folder / "postgres", owner)
-    stack.keep(postgres.start, postgres.process)
+    stack.keep_store(postgres)
     s3 = S3Server(stack.folder / "s3", owner)
-    stack.keep(s3.start, s3.process)
+    stack.keep_store(s3)
     _make_bucket(s3)
     environment = {
         "PREFECT_API_URL": f"http://{HOST}:{prefect_port}/api",

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,8 @@ from infra.transport.base import (
 
 RECORD = ".json"
 PARTIAL = ".tmp"
+ABANDONED_S = 86_400.0
+"""A partial file of this age is a killed writer's."""
 PROBE, CHECK_S = "draftsmith-writable", 5.0
 """Name of an object that is written to try a store, and how long a store that does not answer is waited for."""
 LASTING = (FileNotFoundError, PermissionError)
@@ -209,7 +213,7 @@ class StoredTransport(Transport):
 
 
 def _write_durably(path: Path, views: list[memoryview]) -> None:
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         with aside.open("wb") as file:
             file.writelines(views)
@@ -237,13 +241,26 @@ def check_space(where: str, tokens: int, bytes_per_token: int) -> None:
         return
     make_folder(folder)
     needed = tokens * bytes_per_token
-    there, free = sum(file.stat().st_size for file in folder.iterdir()), shutil.disk_usage(folder).free
+    there, free = _kept_bytes(folder), shutil.disk_usage(folder).free
     if free + there < needed:
         raise Refusal(
             f"transport.kind=stored: {tokens:,} tokens x {bytes_per_token} bytes are {needed / 2**30:.1f} GiB of "
             f"hidden states, and {folder} has {free / 2**30:.1f} GiB free: stream them (transport.kind=auto), lower "
             "data.max_samples, or name another transport.folder"
         )
+
+
+def _kept_bytes(folder: Path) -> int:
+    """Bytes of a folder's files. What a killed writer left long ago is removed."""
+    kept = 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError, PermissionError):  # another run has just finished it, or it is another user's
+            status = file.stat()
+            if file.match(f".*{PARTIAL}") and time.time() - status.st_mtime > ABANDONED_S:
+                file.unlink()
+            else:
+                kept += status.st_size
+    return kept
 
 
 def _check_object_store(url: str) -> None:

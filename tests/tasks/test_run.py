@@ -12,6 +12,7 @@ from uuid import UUID
 import pytest
 from prefect.logging import disable_run_logger
 
+from infra.files.run_folder import newest_runs
 from infra.refusal import Refusal
 from infra.transport.choice import run_memory_folder
 from models.config.recipe import RunConfig, load_recipe
@@ -82,13 +83,30 @@ def test_new_runs_get_folders_of_their_own_and_remember_their_configuration(
         assert again.folder.path == one.folder.path
 
 
+@pytest.mark.parametrize("group", [0o755, 0o2755])
+def test_other_users_do_not_enter_a_run_that_learns_from_users(
+    group: int, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = places / "runs"
+    runs.mkdir()
+    runs.chmod(group)
+    live = "{servers: [{address: 'http://127.0.0.1:1', socket: /run/a}], consent: users agreed, retention_days: 1}"
+    settings = ["generator.engine=serving", f"generator.live={live}", "data.source=live", "data.max_samples=64"]
+    settings += ["data.overlong=truncate", "training.start_from=champion"]
+    in_flow_run(1, monkeypatch)
+    with open_run(load_recipe(ROOT / "recipes" / "tiny.yaml", settings), None) as run:
+        assert run.folder.path.stat().st_mode & 0o7777 == (0o2750 if group == 0o2755 else 0o700)
+
+
+@pytest.mark.parametrize("closed", ["theirs/flow_run", "theirs"])
 def test_a_run_that_another_user_keeps_to_itself_is_passed_over(
-    public_folder: Path, monkeypatch: pytest.MonkeyPatch
+    closed: str, public_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("theirs", "mine"):
         (public_folder / name).mkdir()
-        (public_folder / name / "flow_run").write_text(name)
-    (public_folder / "theirs/flow_run").chmod(0)
+        for file in ("flow_run", "config.json"):
+            (public_folder / name / file).write_text(name)
+    (public_folder / closed).chmod(0)
     public_folder.chmod(0o755)
     monkeypatch.setenv("DRAFTSMITH_RUNS", str(public_folder))
     child = os.fork()
@@ -97,7 +115,8 @@ def test_a_run_that_another_user_keeps_to_itself_is_passed_over(
             if os.getuid() == 0:
                 os.setuid(NOBODY)
             mine, theirs = folder_of_flow_run("mine", None), folder_of_flow_run("theirs", None)
-            os._exit(0 if mine and mine.name == "mine" and theirs is None else 1)
+            listed = newest_runs(public_folder)
+            os._exit(0 if mine and mine.name == "mine" and theirs is None and mine in listed else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

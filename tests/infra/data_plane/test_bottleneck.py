@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.postgres import kill
 from infra.data_plane.bottleneck import in_words, side_rates, slow_side
 from infra.data_plane.watch import RunWatch, StallError, blame
 from infra.ledger import database
@@ -121,7 +122,7 @@ def test_a_database_that_is_away_is_waited_for(postgres: PostgresServer, monkeyp
     with Ledger.open(postgres.make_database("away"), "run") as ledger:
         hasty, patient = RunWatch(ledger, 0.0, 1.0), RunWatch(ledger, 1e6, 1.0)
         patient._looked = float("-inf")
-        postgres.kill()
+        kill(postgres)
         patient.check()
         with pytest.raises(StallError, match=r"the ledger has not answered for .* s: .*refused"):
             hasty.check()

@@ -100,25 +100,30 @@ MOMENTS: dict[str, Callable[[RunFolder, Ledger], bool]] = {
     "the second epoch is captured": lambda folder, ledger: ledger.progress(1).ready > 4,
     "the second epoch is trained": lambda folder, _: trained(folder) >= 12,
 }
+EACH_PHASE = (
+    "the trainer takes the run over",
+    "the first round is captured",
+    "the first round is trained",
+    "the second epoch is captured",
+)
 
 
 @pytest.mark.parametrize(
-    "victims",
+    ("victims", "moments"),
     [
-        pytest.param("process, flow", marks=pytest.mark.slow),
-        pytest.param("process", marks=pytest.mark.long),
-        pytest.param("flow", marks=pytest.mark.long),
+        pytest.param("process, flow", EACH_PHASE, marks=pytest.mark.slow),
+        *[pytest.param(one, MOMENTS, marks=pytest.mark.long) for one in ("process, flow", "process", "flow")],
     ],
 )
-def test_turns_are_whole_after_kills(make_run, finished_run, victims: str, kill_tree) -> None:
+def test_turns_are_whole_after_kills(make_run, finished_run, victims: str, moments, kill_tree) -> None:
     """SIGKILL in every phase of two epochs: of generator or trainer, which is restarted, or of the flow and all."""
     settings = [*SMALL, "training.epochs=2", "training.checkpoint_steps=2"]
     folder = alternating(make_run("killed", *settings))
     command = [sys.executable, "-c", FLOW, str(folder.path), str(Path(__file__).parent), *sys.path]
     flow, victim = subprocess.Popen(command), cycle(victims.split(", "))
     with PreparedRun.open(folder.path).open_ledger() as ledger:
-        for name, is_now in MOMENTS.items():
-            deadline = time.monotonic() + WAIT_S
+        for name in moments:
+            is_now, deadline = MOMENTS[name], time.monotonic() + WAIT_S
             while not is_now(folder, ledger):
                 assert flow.poll() is None, f"ended before {name}"
                 assert time.monotonic() < deadline, f"never came to where {name}"

@@ -1,5 +1,7 @@
 """A cached folder is built by one, whole or not at all."""
 
+import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +49,17 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_starts_clean(tmp_path: P
     assert build_once(folder, lambda aside: (aside / "file").touch())
     assert [path.name for path in folder.iterdir()] == ["file"]
     assert not build_once(folder, fail)
+
+
+def test_a_filled_cache_may_be_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "thing"
+    assert build_once(folder, lambda aside: (aside / "file").touch())
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)  # what a read-only file system answers; mounting one takes root
+    assert not build_once(folder, lambda _: None)
 
 
 def test_waiting_for_another_builder_ends(tmp_path: Path) -> None:

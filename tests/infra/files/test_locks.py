@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -51,6 +52,28 @@ def test_what_a_killed_owner_left_is_swept_and_nothing_else(tmp_path: Path) -> N
     with own_folder(tmp_path / "draftsmith-alive"):
         assert sweep(tmp_path) == [dead]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["draftsmith-alive", "somebody-else"]
+
+
+def test_a_folder_that_lost_its_lock_is_swept_when_it_is_old(tmp_path: Path) -> None:
+    """Systemd empties the shared memory of a user who logs out; what restarts meanwhile has no lock to show."""
+    living, old, half_removed = (tmp_path / name for name in ("draftsmith-a", "draftsmith-b", "draftsmith-c.gone-1"))
+    for folder in (living, old, half_removed):
+        (folder / "objects").mkdir(parents=True)
+    then = time.time() - 2 * 86_400
+    os.utime(old, (then, then))
+    assert sorted(sweep(tmp_path)) == [old, half_removed]
+    assert (living / "objects").is_dir()
+
+
+@pytest.mark.parametrize(("parent", "umask", "mode"), [(0o755, 0o022, 0o700), (0o2775, 0o002, 0o2770)])
+def test_an_owned_folder_is_closed_to_other_users(parent: int, umask: int, mode: int, tmp_path: Path) -> None:
+    tmp_path.chmod(parent)
+    before = os.umask(umask)
+    try:
+        with own_folder(tmp_path / "draftsmith-a"):
+            assert stat.S_IMODE((tmp_path / "draftsmith-a").stat().st_mode) == mode
+    finally:
+        os.umask(before)
 
 
 def test_a_dead_owners_folder_is_taken_over_empty(tmp_path: Path) -> None:

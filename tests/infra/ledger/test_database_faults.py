@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
+from benchmarks.postgres import kill
 from infra import waiting
 from infra.ledger import database
 from infra.ledger.ledger import Ledger
@@ -104,7 +105,7 @@ def test_a_database_that_is_restarted_is_waited_for(
 
     monkeypatch.setattr(database, "SERVER_S", 240.0)
     with filled(own_postgres.make_database("ledger")) as ledger:
-        own_postgres.kill()
+        kill(own_postgres)
         monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=time.monotonic, sleep=come_back))
         assert [lease.ordinal for lease in ledger.lease("g", 1)] == [0]
         said = capsys.readouterr().out

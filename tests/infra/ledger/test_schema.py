@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from benchmarks.postgres import kill
 from infra.ledger import database
 from infra.ledger.database import check_server, refuse_network_file_system
 from infra.ledger.ledger import Ledger
@@ -39,7 +40,7 @@ def test_a_lost_connection_is_made_anew(postgres: PostgresServer, monkeypatch: p
     monkeypatch.setattr(database, "SERVER_S", 1.0)
     with Ledger.open(postgres.make_database("lost"), "run") as ledger:
         ledger.create_run(budget_bytes=100, bytes_per_token=10, lease_seconds=60, max_attempts=2, order="strict")
-        postgres.kill()
+        kill(postgres)
         with pytest.raises(sa.exc.OperationalError, match="refused"):
             ledger.progress()
         monkeypatch.undo()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import httpx
 import psutil
 import pytest
 
@@ -35,6 +36,10 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 
 @pytest.fixture
 def files(server: S3Server) -> Any:
+    return client(server)
+
+
+def client(server: S3Server) -> Any:
     access = server.access
     return fsspec.filesystem(
         "s3", endpoint_url=access.address, key=access.access_key, secret=access.secret_key, skip_instance_cache=True
@@ -80,3 +85,33 @@ def test_strangers_and_other_machines_stay_out(server: S3Server) -> None:
     }
     assert addresses == {"127.0.0.1"}
     assert (server.folder / "access.json").stat().st_mode & 0o077 == 0
+
+
+def test_objects_are_not_reached_around_s3(server: S3Server, files: Any) -> None:
+    """Any user, or a page in a browser, could ask the servers that S3 stands before."""
+    files.mkdir("bucket")
+    files.pipe_file("bucket/weights", b"good")
+    filer, master = (f"http://127.0.0.1:{server.access.ports[part]}" for part in ("filer", "master"))
+    asked = [
+        httpx.get(f"{filer}/buckets/bucket/"),
+        httpx.get(f"{filer}/buckets/bucket/weights"),
+        httpx.put(f"{filer}/buckets/bucket/weights", files={"file": b"evil"}),
+        httpx.delete(f"{filer}/buckets/bucket/weights"),
+        httpx.get(f"{master}/dir/assign"),
+        httpx.get(f"{master}/col/delete?collection=bucket"),
+    ]
+    assert {answer.status_code for answer in asked} == {404}
+    assert files.cat("bucket/weights") == b"good"
+
+
+def test_more_is_kept_than_a_few_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infra.servers.s3.START_S", 240.0)
+    monkeypatch.setattr("infra.servers.s3.VOLUME_MIB", 1)
+    server = S3Server(tmp_path / "s3", Owner("tests", tmp_path / "logs"))
+    try:
+        files = client(server)
+        files.mkdir("bucket")
+        for number in range(40):
+            files.pipe_file(f"bucket/{number}", os.urandom(2**20))
+    finally:
+        server.stop()

@@ -70,6 +70,22 @@ def test_what_is_not_whole_is_not_found(tmp_path: Path, damage: str) -> None:
     assert transport.find(NAME) == record
 
 
+def test_what_a_killed_writer_left_goes_when_it_is_old(tmp_path: Path) -> None:
+    transport = StoredTransport(str(tmp_path))
+    record = transport.put(NAME, DATA)
+    writer = "import os; from infra.transport.files import StoredTransport; os.fsync = lambda _: os.abort()"
+    for _ in range(2):
+        command = f"{writer}; StoredTransport({str(tmp_path)!r}).put('another', {{'aux': b'0123456789'}})"
+        subprocess.run([sys.executable, "-c", command], check=False, timeout=240)
+    young, old = set(tmp_path.iterdir()) - {tmp_path / NAME, tmp_path / f"{NAME}.json"}
+    then = time.time() - 2 * 86_400
+    for file in (old, tmp_path / NAME):
+        os.utime(file, (then, then))
+    check_space(str(tmp_path), tokens=1, bytes_per_token=1)
+    assert set(tmp_path.iterdir()) == {tmp_path / NAME, tmp_path / f"{NAME}.json", young}
+    assert transport.find(NAME) == record
+
+
 def test_where_it_lies(tmp_path: Path) -> None:
     assert local_folder(str(tmp_path)) == tmp_path
     assert local_folder("memory://bucket") is None
