@@ -97,8 +97,8 @@ def _own_arguments(place: Path, adaptive: bool) -> tuple[str, ...]:
         main_load = tuple(settings["arguments"])
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError) as error:
         raise Refusal(
-            f"version {place.name} says no arguments for SGLang (it has no {SETTINGS}), because its benchmark measured "
-            "no step costs (benchmark.loads=[]) or SGLang does not serve its method: set `arguments`"
+            f"version {place.name} says no arguments for SGLang (no `arguments` in {SETTINGS}): SGLang does not serve "
+            "such a draft, or it was registered without a benchmark or by an older Draftsmith: set `arguments`"
         ) from error
     own = settings.get("adaptive_arguments") if adaptive else None
     if own:

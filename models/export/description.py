@@ -20,9 +20,6 @@ from models.run import RunWithTarget
 
 SGLANG: Literal["sglang"] = "sglang"
 SPECULATORS: Literal["speculators"] = "speculators"
-UNQUANTIZED_DRAFT = ("--speculative-draft-model-quantization", "unquant")
-"""SGLang's argument for a draft of a quantized target: otherwise a draft inherits `--quantization` (0.5.23,
-srt/arg_groups/serving_hook.py)."""
 FLOATS = "floating-point numbers"
 SPECULATORS_VERSION = "0.9.0"
 """Version of the format."""

@@ -7,20 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
-from models.targets.architecture import read_model_config
-
-CONTEXT_LENGTH_KEYS = (
-    "max_sequence_length",
-    "seq_length",
-    "max_seq_len",
-    "model_max_length",
-    "max_position_embeddings",
-)
-"""Where engines look for a context length, in this order (SGLang 0.5.23, utils/hf_transformers/common.py)."""
-DEFAULT_CONTEXT_LENGTH = 2048
-"""Theirs for a configuration with none of these keys."""
+from models.targets.architecture import context_length, read_model_config
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ def read_served_target(folder: Path) -> ServedTarget:
     declared = getattr(text, "dtype", None) or getattr(config, "dtype", None)
     dtype, architectures = _dtype(declared, text.model_type), tuple(config.architectures or ())
     tree = json.loads((folder / "config.json").read_text())
-    return ServedTarget(dtype, _context_length(text), text.num_hidden_layers, architectures, tree)
+    return ServedTarget(dtype, context_length(text), text.num_hidden_layers, architectures, tree)
 
 
 def _dtype(declared: torch.dtype | str | None, model_type: str) -> torch.dtype:
@@ -69,13 +57,3 @@ def _dtype(declared: torch.dtype | str | None, model_type: str) -> torch.dtype:
     if name == "float32":
         return torch.bfloat16 if model_type.startswith("gemma") else torch.float32
     return torch.float16 if name == "float16" else torch.bfloat16
-
-
-def _context_length(text: PretrainedConfig) -> int:
-    """As SGLang derives it: it refuses a draft whose context is shorter than its target's."""
-    scaling = getattr(text, "rope_scaling", None) or {}
-    is_included = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
-    factor = 1 if is_included else scaling.get("factor", 1)
-    lengths = (getattr(text, key, None) for key in CONTEXT_LENGTH_KEYS)
-    length = next((length for length in lengths if length is not None), None)
-    return DEFAULT_CONTEXT_LENGTH if length is None else int(factor * length)

@@ -1,4 +1,4 @@
-"""What each engine is told about how many tokens to propose, from goodput: files beside an exported draft.
+"""What each engine is told about a draft and how many tokens to propose: files beside an exported draft.
 
 SGLang takes one lookahead, or for `--speculative-adaptive` a list of them by texts at once, among which it moves with
 the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at once.
@@ -6,20 +6,32 @@ the acceptance it sees, whatever steps cost. vLLM takes a lookahead by texts at 
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from infra.files.atomic import write_atomically
+from infra.records.drafts import CONFIG
 from infra.records.goodput import ConfidenceFit, GoodputTable, MeasuredGoodput, TreeGoodput
+from models.config.draft import DraftConfig
 from models.config.draft_base import MethodConfig
+from models.config.eagle3 import Eagle3Config
 from models.decoding.goodput import FittedCosts, predict
 from models.export.description import read_description
+from models.run import RunWithTarget
 
 SERVING = "serving"
 GOODPUT, SGLANG, SGLANG_ADAPTIVE, VLLM = "goodput.json", "sglang.json", "sglang_adaptive.json", "vllm.json"
 DSPARK_COSTS, DSPARK_CONFIDENCE = "dspark_costs.json", "dspark_confidence.json"
+UNQUANTIZED_DRAFT = ["--speculative-draft-model-quantization", "unquant"]
+"""SGLang's argument for a draft of a quantized target: otherwise a draft inherits `--quantization` (0.5.23,
+srt/arg_groups/serving_hook.py)."""
+DRAFT_ATTENTION = ["--speculative-draft-attention-backend", "flashinfer"]
+"""SGLang's argument for an EAGLE-3 draft whose attention is of another kind than its target's: otherwise it gets the
+target's kernels, and where these are for one kind only (0.5.23: trtllm_mla and trtllm_mha on B200, dsa everywhere) the
+server does not start. FlashInfer has both kinds, on CUDA alone."""
 NEAR = 0.05
 """SGLang may move among lookaheads whose predicted goodput is so little below the best, relatively: it follows
 acceptance alone, and costs that differ more than this would not be asked."""
@@ -53,16 +65,52 @@ def spans(table: GoodputTable) -> list[Span]:
     return found
 
 
-def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str, Any]:
+def arguments_beside(target: Path, config: DraftConfig, quantization: str | None, *, on_gpus: bool = True) -> list[str]:
+    """SGLang's arguments for a draft that follow from its target, whatever it proposes.
+
+    `target`: its folder; `quantization`: as it is served.
+    """
+    settings = json.loads((target / CONFIG).read_text())
+    text = settings.get("text_config") or settings
+    # Block drafts' attention is resolved by SGLang, and MTP layers have their target's.
+    is_other = isinstance(config, Eagle3Config) and (
+        text.get("index_topk") is not None or bool(text.get("kv_lora_rank")) != (config.mla is not None)
+    )
+    return [*UNQUANTIZED_DRAFT * (quantization is not None), *DRAFT_ATTENTION * (is_other and on_gpus)]
+
+
+def always_told(run: RunWithTarget, dtype: str) -> list[str]:
+    """SGLang's arguments for a run's draft, whatever it proposes, in servers with GPUs; `dtype`: of its weights.
+
+    The target's own quantization is in its server's command, with and without a draft.
+    """
+    quantization = run.config.served_quantization(run.target.quantization)
+    beside = arguments_beside(Path(run.target.path), run.config.draft, quantization)
+    return [*run.config.draft.dtype_arguments(dtype), *beside]
+
+
+def served_lookahead(run: RunWithTarget) -> int:
+    """The benchmark's; a block is served whole, whatever lookahead it was measured at."""
+    return run.config.draft.lookaheads(run.config.benchmark.lookahead)[-1]
+
+
+def sglang_as_benchmarked(run: RunWithTarget, dtype: str) -> dict[str, Any]:
+    """SGLang's arguments at the benchmark's lookahead."""
+    lookahead = served_lookahead(run)
+    arguments = [*run.config.draft.engine_arguments(lookahead), *always_told(run, dtype)]
+    return {"lookahead": lookahead, "arguments": arguments}
+
+
+def sglang(found: MeasuredGoodput, config: MethodConfig, always: Sequence[str] = ()) -> dict[str, Any]:
     """SGLang's arguments, but for the paths of the models and of the adaptive configuration.
 
     `arguments` propose the best number of tokens at the main load, `adaptive_arguments` as many as pay at each load;
     no arguments (0 proposals): the target alone is faster. `trees`: where they are expected to give clearly more.
-    `dtype`: of the draft's weights.
+    `always`: arguments whatever is proposed, see `always_told`.
     """
 
     def arguments(lookahead: int) -> list[str]:
-        return [*config.engine_arguments(lookahead), *config.dtype_arguments(dtype)]
+        return [*config.engine_arguments(lookahead), *always]
 
     lookahead, adaptive = found.best.lookahead, sglang_adaptive(found.draft, config)
     settings: dict[str, Any] = {"load": found.main_load, "lookahead": lookahead}
@@ -72,9 +120,8 @@ def sglang(found: MeasuredGoodput, config: MethodConfig, dtype: str) -> dict[str
         candidates = sorted({at for slot in adaptive.values() for at in slot["candidate_steps"] if at})
         start = lookahead if lookahead in candidates else candidates[0]
         settings["adaptive_arguments"] = [*arguments(start), "--speculative-adaptive"]
-    own_dtype = config.dtype_arguments(dtype)
     settings["trees"] = [
-        {"load": tree.batch, "gain": round(tree.gain, 4), "arguments": [*tree_arguments(config, tree), *own_dtype]}
+        {"load": tree.batch, "gain": round(tree.gain, 4), "arguments": [*tree_arguments(config, tree), *always]}
         for tree in found.trees
         if tree.gain > NEAR
     ]
@@ -109,7 +156,9 @@ def vllm(table: GoodputTable, method: str) -> dict[str, Any] | None:
         return None
     groups = [list(group) for _, group in groupby(found, key=lambda span: span.best)]
     ranges = [[group[0].first, group[-1].last, group[0].best] for group in groups]
-    return {"method": method, "num_speculative_tokens": most, "num_speculative_tokens_per_batch_size": ranges}
+    told = {"method": method, "num_speculative_tokens": most}
+    # For any table vLLM's first model runner gives up full CUDA graphs.
+    return told | ({"num_speculative_tokens_per_batch_size": ranges} if len(ranges) > 1 else {})
 
 
 def dspark_costs(found: MeasuredGoodput) -> dict[str, Any]:
@@ -152,19 +201,26 @@ def dspark_confidence(found: ConfidenceFit) -> dict[str, Any]:
     }
 
 
-def write_settings(export: Path, found: MeasuredGoodput) -> list[Path]:
-    """Replace `serving/` of an exported draft; engines are included if they have its model."""
-    description = read_description(export)
-    files: dict[str, Any] = {GOODPUT: found.model_dump(mode="json")}
-    if description.served:
-        files[SGLANG] = sglang(found, description.config, description.dtype)
-        files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, description.config)
-        # Of confidences that say something else, a scheduler makes a worse choice than a fixed number.
-        if found.confidence is not None and found.confidence.meaningful:
-            files |= {DSPARK_COSTS: dspark_costs(found), DSPARK_CONFIDENCE: dspark_confidence(found.confidence)}
-    if description.vllm_method is not None:
-        files[VLLM] = vllm(found.draft, description.vllm_method)
-    folder = export / SERVING
+def write_settings(run: RunWithTarget, found: MeasuredGoodput | None) -> list[Path]:
+    """Replace `serving/` of the run's export; engines are included if they have its model.
+
+    `found`: None where the benchmark measures no step costs.
+    """
+    description = read_description(run.folder.export)
+    config, method, files = description.config, description.vllm_method, dict[str, Any]()
+    if found is None:
+        files[SGLANG] = sglang_as_benchmarked(run, description.dtype) if description.served else None
+        files[VLLM] = {"method": method, "num_speculative_tokens": served_lookahead(run)} if method else None
+    else:
+        files[GOODPUT] = found.model_dump(mode="json")
+        if description.served:
+            files[SGLANG] = sglang(found, config, always_told(run, description.dtype))
+            files[SGLANG_ADAPTIVE] = sglang_adaptive(found.draft, config)
+            # Of confidences that say something else, a scheduler makes a worse choice than a fixed number.
+            if found.confidence is not None and found.confidence.meaningful:
+                files |= {DSPARK_COSTS: dspark_costs(found), DSPARK_CONFIDENCE: dspark_confidence(found.confidence)}
+        files[VLLM] = vllm(found.draft, method) if method else None
+    folder = run.folder.export / SERVING
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     written = {folder / name: content for name, content in files.items() if content is not None}

@@ -29,16 +29,20 @@ def card(
     model_type: str = "qwen3",
     dtype: str = "bfloat16",
     text_only: bool = False,
+    shape: dict | None = None,
     **engines: dict,
 ) -> tuple[dict, str]:
-    """Front matter and text of the card of a run that was exported for these engines."""
+    """Front matter and text of the card of a run that was exported for these engines; `shape`: its target's
+    `config.json`."""
     sizes = {"hidden_size": 8, "num_layers": 36, "vocab_size": 151_936, "model_type": model_type}
     sizes |= {"text_only": text_only}
     target = TargetRecord(
-        name=config.target.name, path="/cache/t", revision="rev", licence=config.target.licence, **sizes
+        name=config.target.name, path=str(folder / "target"), revision="rev", licence=config.target.licence, **sizes
     )
     run = PreparedRun(RunFolder(folder), config, target, SamplesRecord(**SAMPLES))
     run.folder.export.mkdir()
+    Path(target.path).mkdir()
+    (Path(target.path) / "config.json").write_text(json.dumps(shape or {}))
     block = block_of(config.draft, config.target.aux_layer_ids, 151_936, served="sglang" in engines)
     settings = (
         engines.get("speculators", {})
@@ -100,6 +104,11 @@ def test_a_card_names_the_dtype_that_its_engine_needs(tmp_path):
         texts[dtype] = card(tmp_path / dtype, config, dtype=dtype, sglang={})[1]
     assert "--speculative-num-draft-tokens 5\n```" in texts["bfloat16"]
     assert "--speculative-num-draft-tokens 5 --dtype bfloat16\n```" in texts["float16"]
+
+
+def test_a_card_names_the_attention_of_a_draft_that_its_targets_cannot_compute(tmp_path):
+    text = card(tmp_path, load_recipe(RECIPES / "qwen3-8b.yaml"), shape={"kv_lora_rank": 512}, sglang={})[1]
+    assert "--speculative-draft-attention-backend flashinfer\n```" in text
 
 
 def test_a_card_says_with_which_chat_template_to_serve(tmp_path):
@@ -165,7 +174,7 @@ def test_a_draft_of_a_quantized_target_is_served_unquantized(tmp_path):
     _, text = card(tmp_path, config, sglang={}, speculators=vllm)
     assert "--speculative-draft-model-quantization unquant --quantization fp8" in text
     assert "while this draft learned from it: fp8, computed by sglang 0.5.23, bfloat16, attention_backend fa3." in text
-    assert '"quantization": null}' in text
+    assert '"num_speculative_tokens": 4}' in text, "vLLM takes a draft's quantization from its own folder"
 
 
 @pytest.mark.parametrize(

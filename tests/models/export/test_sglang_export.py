@@ -167,7 +167,7 @@ def check_served(run: PreparedRun, text: list[int], worse: Path | None) -> None:
     def counts(client: SGLangClient) -> AcceptedCounts:
         answer = watch(client, prompt, sampling)
         assert answer.tokens == text[PROMPT_TOKENS:]
-        return counts_of(answer, LOOKAHEAD)
+        return counts_of(answer, LOOKAHEAD, frozenset())
 
     with replace(setup_of(run), dtype="auto").serving(export, LOOKAHEAD) as client:
         assert counts(client) == ours.counts
@@ -205,7 +205,7 @@ def check_wrong_layout(run: PreparedRun, text: list[int]) -> None:
         with replace(setup_of(run), dtype="auto").serving(run.folder.export, LOOKAHEAD) as client:
             answer = watch(client, text[:PROMPT_TOKENS], sampling)
         assert answer.tokens == text[PROMPT_TOKENS:], "whatever is proposed, the text is the target's"
-        counts = counts_of(answer, LOOKAHEAD)
+        counts = counts_of(answer, LOOKAHEAD, frozenset())
         lengths.append(counts.tokens / counts.steps)
     file.write_text(right)
     gaps = [abs(length / simulated - 1) for length in lengths]
