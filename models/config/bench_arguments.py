@@ -60,7 +60,7 @@ def _add_how(add: Callable[..., None]) -> None:
     """Shapes, temperatures, numbers of prompts, and where the result goes."""
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
     add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
-    add("--temperature", default="0,1", help="0 is greedy")
+    add("--temperature", default="0,1", help="0 is greedy; others with the target's own top-k and top-p")
     add(
         "--batch", default="1",
         help="batch sizes whose speed is measured, on the first suite at the first temperature, at most 32; empty for "

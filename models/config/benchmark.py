@@ -91,8 +91,8 @@ class BenchmarkConfig(StrictConfig):
     )
     min_distinct_token_share: Share = Field(
         default=0.05,
-        description="The target counts as degenerate when a smaller share of its tokens is distinct: its acceptance "
-        "would mean nothing.",
+        description="The target counts as degenerate when a smaller share of its tokens is distinct, within windows of "
+        "128 tokens: its acceptance would mean nothing.",
     )
 
 

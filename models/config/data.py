@@ -24,7 +24,12 @@ class RegenerationConfig(StrictConfig):
 
     temperature: float = Field(default=0.7, ge=0, le=100, description="Sampling temperature; 0 is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Top-p, applied after temperature; 1 is off.")
-    max_new_tokens: int = Field(default=1024, ge=1, le=2**20, description="Longest answer, in tokens.")
+    max_new_tokens: int = Field(
+        default=1024,
+        ge=1,
+        le=2**20,
+        description="Longest answer, in tokens; a shorter one near the end of the target's context.",
+    )
     prompt_tokens: Tokens = Field(default=32, description="Tokens of plain text that are kept as the prompt.")
     capture: bool = Field(
         default=False,

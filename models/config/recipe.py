@@ -35,7 +35,11 @@ class RunConfig(StrictConfig):
     """All settings of a run."""
 
     name: str = Field(description="Recipe name; run folders and the registered model are named after it.")
-    seed: Seed = Field(default=0, description="Seed of initial weights, sample order and regenerated text.")
+    seed: Seed = Field(
+        default=0,
+        description="Seed of initial weights, sample order, the benchmark's sampling, and regenerated text with "
+        "generator.engine=transformers. SGLang samples text by a seed of its own; another `seed` makes it answer anew.",
+    )
     target: TargetConfig = Field(description="The served LLM whose draft is trained.")
     data: DataConfig = Field(default=DataConfig(), description="Which text becomes samples, and how.")
     generator: GeneratorConfig = Field(default=GeneratorConfig(), description="How hidden states are captured.")

@@ -22,6 +22,7 @@ from models.config.rope import OF_TYPE
 from models.config.target import TargetConfig, TinyRecipe
 
 HUB_S = 2.0
+"""For the Hub's first answer."""
 WIDTH_MULTIPLE = 128
 """Where the target names no feed-forward size, the chosen one is a multiple of this."""
 HEAD_DIM, HEADS_MULTIPLE, KV_HEADS = 128, 16, 8
@@ -86,7 +87,7 @@ def _huggingface(target: TargetConfig, shape_hint: str) -> Path:
     folder = expanded("target.name", target.name)
     if folder.is_dir():
         return folder / "config.json"
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     offline = f"name a local folder{shape_hint}"
@@ -95,9 +96,25 @@ def _huggingface(target: TargetConfig, shape_hint: str) -> Path:
         if isinstance(cached, str):
             return Path(cached)
         with hub_refusals("target.name", target.name, target.revision, shape_hint, offline):
-            return Path(hf_hub_download(target.name, "config.json", revision=target.revision, etag_timeout=HUB_S))
+            return _from_hub(target.name, "config.json", target.revision)
     except HFValidationError as error:
         raise Refusal(f"target.name {target.name!r} is neither a folder nor an id of the Hub: correct it") from error
+
+
+def _from_hub(repository: str, name: str, revision: str | None) -> Path:
+    """The file in the cache, downloaded. Raises LocalEntryNotFoundError if the Hub does not answer."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    is_away = False
+    try:
+        # hf_hub_download itself would try a Hub that is away six times, with longer timeouts and 23 s of pauses.
+        get_hf_file_metadata(hf_hub_url(repository, name, revision=revision), timeout=HUB_S)
+    except HfHubHTTPError:
+        pass  # hf_hub_download raises it again, and notes in the cache that there is no such file
+    except (OfflineModeIsEnabled, client_error()):
+        is_away = True
+    return Path(hf_hub_download(repository, name, revision=revision, etag_timeout=HUB_S, local_files_only=is_away))
 
 
 def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
@@ -105,7 +122,7 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
     beside = config.with_name(MODELOPT_FILE)
     if beside.is_file() or target.source == "gguf-package" or expanded("target.name", target.name).is_dir():
         return beside
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     commit = config.parent.name  # of the snapshot in the cache, so that both files are of one revision
@@ -113,7 +130,7 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
         # The cache remembers that a commit has no such file, which spares the next plan the request.
         if try_to_load_from_cache(target.name, MODELOPT_FILE, revision=commit) is not None:
             return None
-        return Path(hf_hub_download(target.name, MODELOPT_FILE, revision=commit, etag_timeout=HUB_S))
+        return _from_hub(target.name, MODELOPT_FILE, commit)
     except (client_error(), LocalEntryNotFoundError):
         return None  # most targets are not quantized: a plan without a network is worth more than this file
 

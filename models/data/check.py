@@ -13,6 +13,7 @@ from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.quantities import plural
 from infra.refusal import Refusal
+from infra.terminal import visible
 from models.config.data import LIVE, NO_TEMPLATE, DataConfig
 from models.config.recipe import read_config
 from models.data.conversations import PYTHON_DOCS, Document, training_documents
@@ -50,7 +51,7 @@ class DataCheck(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """For a terminal or a log: every broken record, the files, what was found, the warnings."""
-        yield from (f"broken: {fault}" for fault in self.broken)
+        yield from (f"broken: {visible(fault)}" for fault in self.broken)
         if self.selection is not None:
             yield _files(self.selection)
         found = ", ".join(plural(number, kind) for kind, number in self.kinds.items())

@@ -143,6 +143,8 @@ class Prompter:
 
     vocabulary: int | None = None
     """Size of the target's vocabulary; default: the tokenizer's."""
+    context: int | None = None
+    """Most tokens of a prompt and its answer together; default: no limit."""
 
     def __init__(
         self,
@@ -218,6 +220,11 @@ class Prompter:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return Prompt(tuple(ids if ids[:1] == self._chat_prefix else [*self._chat_prefix, *ids]), images)
 
+    def room(self, prompt: Prompt) -> int:
+        """Most tokens of the answer to `prompt`. SGLang refuses a limit beyond the context."""
+        most = self._settings.max_new_tokens
+        return most if self.context is None else max(1, min(most, self.context - len(prompt.tokens)))
+
     def answer(self, dialogue: Dialogue, prompt: Prompt, tokens: list[int]) -> None:
         """Add the continuation of `prompt` to the dialogue, which ends with one that has an image's token in it."""
         if prompt.images and not self._media_ids.isdisjoint(tokens):
@@ -225,7 +232,7 @@ class Prompter:
             return
         before = dialogue.so_far()
         dialogue.add(prompt.tokens, tokens)
-        dialogue.cut |= len(tokens) >= self._settings.max_new_tokens and tokens[-1] not in self._ends
+        dialogue.cut |= self._ends.isdisjoint(tokens[-1:])
         if dialogue.document.plain:
             text = self._tokenizer.decode([*prompt.tokens, *tokens], skip_special_tokens=True)
             dialogue.turns = [replace(dialogue.document.messages[0], content=text)]
@@ -250,10 +257,10 @@ class Prompter:
         """
         assert self._template is not None
         for message in (Message("assistant", _ANSWER, _THOUGHT), Message("assistant", _ANSWER)):
-            found = re.fullmatch(self._pattern(before, message), text, re.DOTALL)
-            if found is not None:
-                parts = found.groupdict(default="")
-                return Message("assistant", parts["answer"], parts.get("thought", "").strip())
+            rendered = self._rendered(before, message)
+            parts = None if rendered is None else answer_parts(text, rendered, self._template.ends)
+            if parts is not None:
+                return Message("assistant", *parts)
         for end in self._template.ends:
             text = text.removesuffix(end)
         if self._prompt_text(before).rstrip().endswith(OPENED) and CLOSED not in text:
@@ -261,22 +268,47 @@ class Prompter:
         reasoning, answer = split_thinking(text)
         return Message("assistant", answer, reasoning)
 
-    def _pattern(self, before: Document, message: Message) -> str:
-        """A pattern of generated texts, from the template's rendering of placeholders; their end may differ or miss."""
+    def _rendered(self, before: Document, message: Message) -> str | None:
+        """How the template writes `message`, an answer of placeholders; None where it drops them or refuses."""
         assert self._template is not None
         document = replace(before, messages=(*before.messages, message))
         try:
-            rendered = render_turn(self._template, document, len(before.messages))
+            rendering = render_turn(self._template, document, len(before.messages))
         except UnrenderableError:
-            return r"(?!)"  # matches nothing
-        (start, end), *_ = rendered.spans
-        head, _, tail = rendered.text[start:end].partition(_ANSWER)
-        if message.reasoning and _THOUGHT not in head:
-            return r"(?!)"
-        opening, _, middle = head.rpartition(_THOUGHT)
-        thought = rf"(?P<thought>.*?){_lenient(middle)}" if message.reasoning else _lenient(middle)
-        ends = "|".join(map(re.escape, self._template.ends))
-        return rf"{_lenient(opening)}{thought}(?P<answer>.*?)(?:{_lenient(tail)})?(?:{ends})?"
+            return None
+        (start, end), *_ = rendering.spans
+        rendered = rendering.text[start:end]
+        return None if message.reasoning and _THOUGHT not in rendered.partition(_ANSWER)[0] else rendered
+
+
+def answer_parts(text: str, rendered: str, ends: Sequence[str]) -> tuple[str, str] | None:
+    """Answer and reasoning of a generated text that is written as `rendered` is with placeholders; None: it is not.
+
+    White space may differ, and the end may differ or be missing. Each part is found in one pass: a pattern of the whole
+    text would look at a long run of white space again from each of its characters.
+    """
+    head, _, tail = rendered.partition(_ANSWER)
+    opening, _, middle = head.rpartition(_THOUGHT) if _THOUGHT in head else (head, "", "")
+    opened = re.match(_lenient(opening), text)
+    # White space before it belongs to the reasoning, which is stripped.
+    closed = opened and re.compile(_lenient(middle.lstrip() or middle)).search(text, opened.end())
+    if not opened or not closed:
+        return None
+    answer = text[closed.end() :]
+    unended = [answer, *(answer.removesuffix(end) for end in ends)]
+    shortest = min((_without_tail(one, tail) for one in unended), key=len)
+    return shortest, text[opened.end() : closed.start()].strip()
+
+
+def _without_tail(text: str, tail: str) -> str:
+    """`text` without `tail` at its end, in which white space may differ; `text` where it does not end so."""
+    first, *others = re.split(r"\s+", tail)
+    rest = text
+    for piece in reversed(others):
+        if not rest.endswith(piece):
+            return text
+        rest = rest.removesuffix(piece).rstrip()
+    return rest.removesuffix(first) if rest.endswith(first) else text
 
 
 def _lenient(text: str) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from infra.processes.exit import run_main
 from infra.refusal import Refusal
+from infra.terminal import visible
 from models.config.data import NO_TEMPLATE, DataConfig
 from models.data.check import check_data
 from models.data.conversations import training_documents
@@ -42,9 +43,9 @@ def preview(config: DataConfig, tokenizer_folder: Path, samples: int) -> Iterato
             if start == end:
                 continue
             label, style = ("learned", "green") if sample.loss_mask[start] else ("context", "dim")
-            text = str(tokenizer.decode(sample.tokens[start:end].tolist()))
+            text = visible(str(tokenizer.decode(sample.tokens[start:end].tolist())))
             yield Text("\n".join(f"{label} | {line}" for line in text.split("\n")), style=style)
-    yield from (Text(f"left out: {fault}", style="yellow") for fault in encoder.counts.refusals)
+    yield from (Text(f"left out: {visible(fault)}", style="yellow") for fault in encoder.counts.refusals)
 
 
 def main() -> None:

@@ -94,6 +94,8 @@ class Draft(torch.nn.Module):
 
     trained_share: float = 0.0
     """Share of the training steps done so far; training sets it, for losses with a schedule."""
+    epoch: int = 0
+    """Passes over the samples before this one; training sets it, for losses of drawn positions."""
     recompute: bool = False
     """Training keeps what passes from step to step and computes the rest again in the backward pass: less memory, more
     arithmetic. Methods without such steps have nothing to compute again."""
@@ -169,7 +171,7 @@ class Draft(torch.nn.Module):
     def proposers(self, count: int) -> Proposer:
         raise NotImplementedError
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
         raise NotImplementedError
 
     def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:

@@ -110,16 +110,18 @@ class ProposalSource(Protocol):
 class RolloutSource(ProposalSource, Protocol):
     """A source whose proposals depend on tokens and target features alone."""
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
         """Proposals from every position of one text at once, equal to a proposer's.
 
         Args:
             tokens: `[T + 1]` int64.
             aux: `[T, K*H]` target features of positions 0..T-1.
             lookahead: number of tokens proposed from each position.
+            first: the first position that is proposed from, less than T; of those before it no logits are computed.
 
         Returns:
-            `[T, lookahead]` int64; row i is proposed after `tokens[: i + 2]`, so its first token is for position i + 2.
+            `[T - first, lookahead]` int64; the row of position i is proposed after `tokens[: i + 2]`, so its first
+            token is for position i + 2.
         """
         ...
 

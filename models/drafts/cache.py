@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from models.drafts.batched_proposer import DraftProposer, Turn
 
 LEAST = 128
-"""Columns that are held at first; twice as many whenever they do not suffice."""
+"""Columns that are held at first, and beyond what is needed whenever they do not suffice."""
 
 
 class RaggedCache:
@@ -46,7 +46,8 @@ class RaggedCache:
         """Make room for `columns` columns."""
         missing = columns - self.keys.shape[2]
         if missing > 0:
-            more = (0, 0, 0, max(missing, self.keys.shape[2]))
+            # Not twice as many: that would be twice a long prompt's memory, and a step reads all columns anyway.
+            more = (0, 0, 0, missing + LEAST)
             self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
 
     def attend(self, queries: Tensor, visible: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.sglang.client import SGLangClient
+from infra.sglang.client import PromptRefusedError, SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig, decoding_requests
 from infra.sglang.server import SGLangServer
@@ -32,6 +32,7 @@ from models.devices import compute_device, leased_bytes
 from models.drafts.sampling import Sampling
 from models.dtypes import DTYPES
 from models.run import RunWithTarget
+from models.targets.architecture import context_length, read_model_config
 from models.targets.model import TargetModel
 
 
@@ -73,17 +74,22 @@ class PlainTextEngine:
                 self._prompter.answer(dialogue, prompt, tokens)
 
     def _answers(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-        """Prompts of text together, those with images one by one."""
+        """Prompts of text together; those with images, or near the end of the context, one by one."""
         sampling = Sampling(self._settings.temperature, self._settings.top_p, self._random)
-        most, texts = self._settings.max_new_tokens, [prompt.tokens for prompt in prompts if not prompt.images]
-        plain = iter(continue_batch(self._target, texts, most, self._ends, sampling, batch_size=PLAIN_BATCH))
-        for prompt in prompts:
-            if not prompt.images:
+        most, rooms = self._settings.max_new_tokens, [self._prompter.room(prompt) for prompt in prompts]
+        alike = [
+            prompt.tokens for prompt, room in zip(prompts, rooms, strict=True) if room == most and not prompt.images
+        ]
+        plain = iter(continue_batch(self._target, alike, most, self._ends, sampling, batch_size=PLAIN_BATCH))
+        for prompt, room in zip(prompts, rooms, strict=True):
+            if prompt.images:
+                tokens = torch.tensor(prompt.tokens)
+                seen = self._images.inputs(tokens, prompt.images, self._target.head_weight)
+                yield continue_seen(self._target, tokens, seen, room, self._ends | self._media_ids, sampling)
+            elif room == most:
                 yield next(plain)
-                continue
-            tokens = torch.tensor(prompt.tokens)
-            seen = self._images.inputs(tokens, prompt.images, self._target.head_weight)
-            yield continue_seen(self._target, tokens, seen, most, self._ends | self._media_ids, sampling)
+            else:
+                yield from continue_batch(self._target, [prompt.tokens], room, self._ends, sampling)
 
     @cached_property
     def _images(self) -> ImageProcessor:
@@ -142,7 +148,6 @@ class SGLangTextEngine:
         self._sampling: dict[str, Any] = {
             "temperature": settings.temperature,
             "top_p": settings.top_p,
-            "max_new_tokens": settings.max_new_tokens,
             "stop_token_ids": list(run.target.eos_ids),
         }
 
@@ -174,7 +179,12 @@ class SGLangTextEngine:
             if prompt is None:
                 return dialogue
             asked, more = asked_with(prompt, self._media_ids)
-            tokens = self._client.generate(asked, self._sampling, **more).tokens
+            sampling = self._sampling | {"max_new_tokens": self._prompter.room(prompt)}
+            try:
+                tokens = self._client.generate(asked, sampling, **more).tokens
+            except PromptRefusedError as error:
+                dialogue.fault = f"{dialogue.document.place}: {error}"
+                return dialogue
             with self._tokenizing:
                 self._prompter.answer(dialogue, prompt, tokens)
 
@@ -202,6 +212,8 @@ def recipe_prompter(run: RunWithTarget, images: Path) -> Prompter:
         shelf=None if data.images is None else ImageShelf(data.images, images, ImageProcessor(path)),
     )
     prompter.vocabulary = run.target.vocab_size
+    own = context_length(read_model_config(path).get_text_config())
+    prompter.context = run.config.generator.sglang.context_length or own
     return prompter
 
 

@@ -112,6 +112,11 @@ def _key(run: RunWithTarget, content: str) -> str:
     config = run.config
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(run.target.path)
     template = open_chat_template(tokenizer, config.data.chat_template, config.data.template_arguments)
+    served = config.generator.sglang
+    # Left out where they are not set, so that older caches stay valid.
+    optional: list[object] = [served.context_length]
+    if config.generator.engine == "sglang":
+        optional += [served.quantization, served.arguments]
     parts = [
         FORMAT,
         content,
@@ -128,6 +133,7 @@ def _key(run: RunWithTarget, content: str) -> str:
         config.data.turns,
         _most_dialogues(config.data),
         *([] if config.data.images is None else [images_hash(config.data.images)]),
+        *([optional] if any(optional) else []),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -16,6 +16,17 @@ from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig, Qwen2Co
 SAME_AS: dict[str, type[PretrainedConfig]] = {"kimi_k2": DeepseekV3Config, "mimo": Qwen2Config}
 """Model types that transformers does not know, and whose architecture it has under another name."""
 
+CONTEXT_LENGTH_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+"""Where engines look for a context length, in this order (SGLang 0.5.23, utils/hf_transformers/common.py)."""
+DEFAULT_CONTEXT_LENGTH = 2048
+"""Theirs for a configuration with none of these keys."""
+
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|media_placeholder)_token_(id|index)")
 
 
@@ -29,6 +40,16 @@ def read_model_config(folder: Path) -> PretrainedConfig:
     if kind is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return kind(**settings | {"model_type": kind.model_type})
+
+
+def context_length(text: PretrainedConfig) -> int:
+    """Tokens of a target's context, as SGLang derives it: it refuses a draft whose context is shorter."""
+    scaling = getattr(text, "rope_scaling", None) or {}
+    is_included = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    factor = 1 if is_included else scaling.get("factor", 1)
+    lengths = (getattr(text, key, None) for key in CONTEXT_LENGTH_KEYS)
+    length = next((length for length in lengths if length is not None), None)
+    return DEFAULT_CONTEXT_LENGTH if length is None else int(factor * length)
 
 
 def model_class(config: PretrainedConfig, sees: bool = False) -> Any:

@@ -38,7 +38,7 @@ class HeldoutWalk:
         host, and its tables are the draft's own; a measurement puts the averaged weights on the device."""
         self._path, self._every = run.folder.heldout, run.config.training.heldout_steps
         self._lookahead, self._media_ids = run.config.benchmark.lookahead, torch.tensor(run.target.media_ids)
-        self._texts: list[Continued] = []
+        self._texts, self._eos_ids = list[Continued](), frozenset(run.target.eos_ids)
         tables = {id(buffer): buffer for buffer in draft.buffers()}
         self._trained, self._draft = draft, deepcopy(draft, tables) if divided and self._every else draft
 
@@ -61,8 +61,9 @@ class HeldoutWalk:
                     shown = shown_in(text.prompt, text.continuation, self._media_ids)
                     assert text.places is not None
                     source = draft.after_images(*(x.to(device) for x in (text.embedded, text.places, shown)))
-                found = simulate(source, text.prompt, text.continuation, text.aux.to(device), self._lookahead)[-1]
-                counts[HELDOUT_SEEN if text.shown else HELDOUT_LENGTH].append(found)
+                aux, eos_ids = text.aux.to(device), self._eos_ids
+                found = simulate(source, text.prompt, text.continuation, aux, self._lookahead, eos_ids=eos_ids)
+                counts[HELDOUT_SEEN if text.shown else HELDOUT_LENGTH].append(found[-1])
         return {name: acceptance_length(some) for name, some in counts.items() if any(one.steps for one in some)}
 
 

@@ -50,7 +50,8 @@ class DraftModule(lightning.LightningModule):
         if batch.samples is None:
             self.outcome = None
             return self.draft.no_loss()
-        settings, self.draft.trained_share = self.settings, (batch.step - 1) / self.total_steps
+        settings, self.draft.epoch = self.settings, batch.epoch
+        self.draft.trained_share = (batch.step - 1) / self.total_steps
         self.outcome = self.draft.loss(batch.samples, self.target, batch.total, self._chunk_tokens)
         return self.outcome.loss * settings.micro_batches * self.world
 

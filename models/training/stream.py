@@ -45,6 +45,8 @@ class MicroBatch:
     """Tokens of the whole step."""
     layout: HiddenStateLayout | None = None
     """How the samples' hidden states are stored. None: as they are trained on."""
+    epoch: int = 0
+    """Of all samples of the step."""
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same with its hidden states on `device`, copied on a separate stream while the GPU computes.
@@ -149,6 +151,7 @@ class StepStream:
                 total=max(total, 1),
                 step_tokens=sum(planned.tokens for planned in plan.samples),
                 layout=self.run.layout,
+                epoch=plan.epoch,
             )
             for index in range(plan.micro_batches)
         ]

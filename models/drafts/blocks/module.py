@@ -232,9 +232,9 @@ class BlockDraft(Draft):
 
         A block is supervised up to its first unsupervised token. Where n of a sample's N possible blocks are drawn,
         each weighs N / n: over the draws the expected loss is that of all blocks, where each supervised position is
-        proposed by up to S of them, as in EAGLE-3's training-time test. The draw depends on the sample's tokens and
-        `anchor_seed` alone. Counts are of the drawn blocks. What the draft vocabulary lacks is not trained, and ends a
-        block's accepted proposals.
+        proposed by up to S of them, as in EAGLE-3's training-time test. The draw depends on the sample's tokens,
+        `anchor_seed` and the epoch alone. Counts are of the drawn blocks. What the draft vocabulary lacks is not
+        trained, and ends a block's accepted proposals.
         """
         positions, device = supervised_positions(batch.loss_mask, batch.lengths), batch.last.device
         count, anchors = len(positions), self.anchors(batch, positions)
@@ -339,7 +339,7 @@ class BlockDraft(Draft):
             found = len(possible)
             if found > self.config.anchors:
                 tokens = batch.tokens[start : bounds[index + 1]]
-                drawn = _draw_without_order(tokens, self.config.anchor_seed, found, self.config.anchors)
+                drawn = _draw_without_order(tokens, self.config.anchor_seed, self.epoch, found, self.config.anchors)
                 possible = possible[drawn]
             places.append(possible)
             starts.append(torch.full_like(possible, start))
@@ -347,9 +347,9 @@ class BlockDraft(Draft):
         return torch.cat(places), torch.cat(starts), torch.cat(shares)
 
     @torch.no_grad()
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
-        texts, rows, found = PackedTexts(tokens[1:], aux, (len(aux),)), torch.arange(len(aux)), list[Tensor]()
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
+        """Proposals `[T - first, lookahead]` from the positions of one sequence (see RolloutSource)."""
+        texts, rows, found = PackedTexts(tokens[1:], aux, (len(aux),)), torch.arange(first, len(aux)), list[Tensor]()
         for part, normed in self._blocks(texts, rows, lookahead):
             chosen = [texts.following[part]]
             for logits in self.step_logits(normed, lambda step, chosen=chosen: chosen[step]):
@@ -382,9 +382,11 @@ def spread(values: Tensor, places: Tensor, like: Tensor) -> Tensor:
     return values.new_zeros(like.numel()).index_copy_(0, places, values).view(like.shape)
 
 
-def _draw_without_order(tokens: Tensor, seed: int, count: int, most: int) -> Tensor:
-    """`[most]` ascending indices below `count`, from the sample's tokens and the seed alone."""
-    content = seed.to_bytes(8, "little", signed=True) + tokens.numpy().astype("<i8").tobytes()
+def _draw_without_order(tokens: Tensor, seed: int, epoch: int, count: int, most: int) -> Tensor:
+    """`[most]` ascending indices below `count`, from the sample's tokens, the seed and the epoch alone."""
+    # Nothing is added for the first epoch, whose draws stay those of earlier releases.
+    salt = seed.to_bytes(8, "little", signed=True) + (epoch.to_bytes(8, "little") if epoch else b"")
+    content = salt + tokens.numpy().astype("<i8").tobytes()
     digest = hashlib.sha256(content).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.randperm(count, generator=generator)[:most].sort().values

@@ -233,15 +233,20 @@ class UnrolledDraft(Draft):
         return self.numbered(batch.tokens, batch.shown, places)
 
     @torch.no_grad()
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, images: ImageRows | None = None) -> Tensor:
-        """Proposals `[T, lookahead]` from every position of one sequence (see RolloutSource).
+    def rollout(
+        self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0, images: ImageRows | None = None
+    ) -> Tensor:
+        """Proposals `[T - first, lookahead]` from the positions of one sequence (see RolloutSource).
 
-        `images`: as in `unroll`.
+        `images`: as in `unroll`. Rows before `first` run on in later steps on other tokens, to no effect.
         """
         proposals: list[Tensor] = []
-        steps = self.unroll(tokens[1:], aux, [len(aux)], lookahead, lambda _step, _normed: proposals[-1], images=images)
-        for normed in steps:
-            proposals.append(self.target_ids[self.logits(normed).argmax(-1)])
+
+        def following(_step: int, _normed: Tensor) -> Tensor:
+            return torch.cat([tokens[1 : first + 1], proposals[-1]])
+
+        for normed in self.unroll(tokens[1:], aux, [len(aux)], lookahead, following, images=images):
+            proposals.append(self.target_ids[self.logits(normed[first:]).argmax(-1)])
         return torch.stack(proposals, dim=1)
 
     def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:
@@ -283,9 +288,10 @@ class _AfterImages:
     def proposers(self, count: int) -> Proposer:
         raise AssertionError("texts with images are walked, not decoded")
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
         """See `RolloutSource.rollout`."""
-        return self.draft.rollout(self._numbered(tokens), aux, lookahead, ImageRows(self.embedded, self.places))
+        images = ImageRows(self.embedded, self.places)
+        return self.draft.rollout(self._numbered(tokens), aux, lookahead, first, images)
 
     def along(self, texts: PackedTexts, lookahead: int, rows: Tensor, sampling: Sampling) -> Along:
         """See `DrawingSource.along`, for this text alone."""

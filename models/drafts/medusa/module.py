@@ -67,10 +67,10 @@ class MedusaDraft(Draft):
         return chain_loss(self, self.outputs(batch.aux), batch, target, total, chunk_tokens)
 
     @torch.no_grad()
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """Proposals `[T, lookahead]` from every position of one sequence (see ProposalSource)."""
-        proposals = tokens.new_full((len(aux), lookahead), NO_PROPOSAL)
-        for step, output in enumerate(self.outputs(aux)[:lookahead]):
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
+        """Proposals `[T - first, lookahead]` from the positions of one sequence (see RolloutSource)."""
+        proposals = tokens.new_full((len(aux) - first, lookahead), NO_PROPOSAL)
+        for step, output in enumerate(self.outputs(aux[first:])[:lookahead]):
             proposals[:, step] = self.target_ids[self.lm_head(output).argmax(-1)]
         return proposals
 

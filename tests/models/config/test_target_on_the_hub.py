@@ -116,8 +116,8 @@ def test_what_the_hub_refuses_is_told_from_a_hub_that_is_not_reached(
     for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         (message,) = read(tmp_path, nobody, "settings", "meta-llama/gated", **environment)
         assert message == (
-            "target.name: meta-llama/gated is not in the Hugging Face cache, and the Hub cannot be reached: check the "
-            "network, or name a local folder"
+            "target.name: meta-llama/gated is not in the Hugging Face cache, and the Hub cannot be reached: check "
+            "network and proxy, or name a local folder"
         )
 
 

@@ -104,6 +104,16 @@ def test_a_preview_shows_what_is_learned(source, make_tokenizer, template: str, 
     assert "What is it?" in context
 
 
+def test_a_preview_cannot_move_the_terminal_s_cursor(source, make_tokenizer, template: str, tmp_path: Path) -> None:
+    make_tokenizer(template).save_pretrained(tmp_path / "tokenizer")
+    cleared = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y\x1b[2J\ty"}]}
+    shown = "".join(
+        text.plain for text in preview(DataConfig(source=source(cleared)), tmp_path / "tokenizer", samples=1)
+    )
+    assert "y\\x1b[2J\ty" in shown
+    assert "\x1b" not in shown
+
+
 def test_a_preview_without_a_tokenizer_is_refused(source, tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="holds no tokenizer"):
         list(preview(DataConfig(source=source(TALK)), tmp_path / "nothing", samples=1))

@@ -1,8 +1,10 @@
 """On-policy text: what the target answers, once for each question, whatever dies in between."""
 
 import json
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from models.data.conversations import read_documents
 from models.data.prepare import prepare_samples
 from models.data.sample_set import SampleSet
 from models.decoding.plain import continue_greedily
-from models.regeneration.regenerate import regenerate
+from models.regeneration.regenerate import _key, regenerate
 from models.run import RunWithTarget
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
@@ -186,6 +188,58 @@ def test_a_dialogue_that_outgrows_its_sample_keeps_its_answers(task_of: Callable
     assert [len(found) for found in answers(record)] == [1, 1]
     assert (record.documents, record.refused, record.ended_early) == (2, 0, 1)
     assert "1 end before their last turn" in record.summary
+
+
+@pytest.fixture
+def stand_in_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of an SGLang whose server is `refusing_sglang`."""
+    environment = tmp_path / "sglang"
+    for package in ("sglang", "draftsmith"):
+        (environment / f"lib/python3.11/site-packages/{package}-1.dist-info").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("refusing_sglang.py")} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("DRAFTSMITH_SGLANG", str(environment))
+
+
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+@pytest.mark.usefixtures("stand_in_sglang")
+def test_a_long_prompt_s_answer_ends_at_the_context(task_of: Callable[..., RunWithTarget], engine: str) -> None:
+    """SGLang refuses a request whose limit goes beyond, whatever the answer's length would be."""
+    prompts = [conversation(QUESTIONS[0] + " and a tuple" * 9), conversation(QUESTIONS[1])]
+    limits = ("data.max_tokens=64", "generator.sglang.context_length=64", "data.regeneration={max_new_tokens: 40}")
+    record = regenerate(task_of(prompts, *limits, f"generator.engine={engine}"))
+    (long, asked), (short, _) = [sample for document in tokens_of(record) for sample in document]
+    assert 64 - 40 < asked.count(False) < 64, "the test needs a prompt near the end of the context"
+    assert len(long) <= 64
+    assert asked.count(True) > 0
+    assert (record.documents, record.refused) == (2, 0)
+    assert record.cut == (long[-1] != 1) + (short[-1] != 1)
+
+
+@pytest.mark.usefixtures("stand_in_sglang")
+def test_a_prompt_that_sglang_refuses_is_left_out_and_listed(task_of: Callable[..., RunWithTarget]) -> None:
+    long = QUESTIONS[0] + " and a tuple" * 9
+    prompts = [conversation(QUESTIONS[1]), conversation(long), conversation(QUESTIONS[2], "x", long)]
+    settings = ("generator.engine=sglang", "data.max_tokens=256", "generator.sglang.arguments=[--context-length, '48']")
+    record = regenerate(task_of(prompts, *settings, "data.max_refused_share=0.4"))
+    assert [len(found) for found in answers(record)] == [1, 1]
+    assert (record.documents, record.refused, record.ended_early) == (2, 1, 1)
+    (refusal,) = record.refusals
+    assert re.search(r"prompts\.jsonl:2: SGLang refused the prompt of \d+ tokens: 400 .* exceed the context", refusal)
+
+
+@pytest.mark.parametrize("setting", ["quantization=fp8", "arguments=[--kv-cache-dtype, fp8_e5m2]", "context_length=64"])
+def test_answers_of_a_target_that_was_served_otherwise_are_not_taken(
+    task_of: Callable[..., RunWithTarget], setting: str
+) -> None:
+    def key(*overrides: str) -> str:
+        return _key(task_of([conversation(QUESTIONS[0])], *overrides), "content")
+
+    changed = f"generator.sglang.{setting}"
+    assert key("generator.engine=sglang", changed) != key("generator.engine=sglang")
+    assert (key(changed) == key()) == (not setting.startswith("context_length"))
 
 
 def test_a_greeting_stays_and_is_no_answer(task_of: Callable[..., RunWithTarget]) -> None:

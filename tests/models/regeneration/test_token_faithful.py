@@ -1,11 +1,15 @@
 """What is trained is what the engine read and emitted, token by token, whatever the template."""
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from infra.files.run_folder import RunFolder
@@ -13,7 +17,7 @@ from infra.records.data_path import TargetRecord
 from models.config.data import RegenerationConfig
 from models.config.recipe import load_recipe
 from models.data.conversations import Document, Message, read_documents
-from models.data.dialogue import Dialogue, Prompter
+from models.data.dialogue import Dialogue, Prompter, answer_parts
 from models.data.loss_mask import runs_of
 from models.data.prepare import prepare_samples
 from models.data.sample_set import SampleSet
@@ -120,6 +124,50 @@ def test_answers_that_are_cut_or_call_a_tool(name: str) -> None:
     assert dialogue.turns[-1] == Message("assistant", content, reasoning)
     assert dialogue.cut == (not text.endswith("<eos>"))
     assert dialogue.samples[0].ids == [*prompt.tokens, *ids]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("qwen3", "<think>\nhm"), ("qwen3, opened", "hm"), ("chatml", "one"), ("glm4", "\none")]
+)
+def test_an_answer_that_runs_into_white_space_is_read_in_one_pass(name: str, said: str) -> None:
+    """A pattern that looks at a run of white space from each of its characters would take half an hour."""
+    prompter, tokenizer = prompter_of(name), FAMILIES[name].open().tokenizer
+    dialogue = Dialogue(Document("here", (Message("user", "a"),), plain=False))
+    prompt = prompter.next(dialogue)
+    assert prompt is not None
+    ids: Any = tokenizer(said + "\n" * 300_000, add_special_tokens=False)["input_ids"]
+    prompter.answer(dialogue, prompt, ids)
+    assert said.rsplit(maxsplit=1)[-1] in dialogue.turns[-1].content + dialogue.turns[-1].reasoning
+
+
+def by_pattern(text: str, rendered: str, ends: Sequence[str]) -> tuple[str, str] | None:
+    """Answer and reasoning by a regular expression, which takes its time."""
+
+    def lenient(part: str) -> str:
+        return r"\s*".join(map(re.escape, re.split(r"\s+", part)))
+
+    head, _, tail = rendered.partition("\ue000")
+    opening, thinks, middle = head.rpartition("\ue001")
+    thought = rf"(?P<thought>.*?){lenient(middle)}" if thinks else lenient(middle)
+    end = "|".join(map(re.escape, ends))
+    pattern = rf"{lenient(opening)}{thought}(?P<answer>.*?)(?:{lenient(tail)})?(?:{end})?"
+    found = re.fullmatch(pattern, text, re.DOTALL)
+    return found and (found["answer"], found.groupdict().get("thought", "").strip())
+
+
+WRITTEN = st.lists(st.sampled_from(["a", "b", "<", "ab", "<e>", " ", "\n", "\n\n", "\u2003"]), max_size=6).map("".join)
+
+
+@settings(max_examples=300)
+@given(st.data(), WRITTEN, WRITTEN, WRITTEN, st.booleans(), st.lists(WRITTEN.filter(bool), max_size=2))
+def test_answers_are_read_as_the_pattern_says(
+    data: st.DataObject, opening: str, middle: str, tail: str, thinks: bool, ends: list[str]
+) -> None:
+    parts = [opening, WRITTEN, middle, WRITTEN, tail, *ends, WRITTEN]
+    drawn = [part if isinstance(part, str) else data.draw(part) for part in parts]
+    text = "".join(part for part in drawn if data.draw(st.integers(0, 4)))
+    rendered = f"{opening}\ue001{middle}\ue000{tail}" if thinks else f"{opening}\ue000{tail}"
+    assert answer_parts(text, rendered, ends) == by_pattern(text, rendered, ends)
 
 
 @pytest.fixture

