@@ -86,7 +86,7 @@ def walk(
     found = []
     for prompt, text in zip(track(prompts, "walk"), texts, strict=True):
         aux = features(loaded.target, [*prompt, *text])
-        found.append(simulate(loaded.draft, prompt, text, aux, lookahead)[-1])
+        found.append(simulate(loaded.draft, prompt, text, aux, lookahead, eos_ids=loaded.eos_ids)[-1])
     return found
 
 
@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
         counts = {
             "walk": walk(loaded, prompts, texts, settings.lookahead),
             "reference": decode(loaded, prompts, settings.lookahead, settings.max_new_tokens),
-            "served": [counts_of(answer, settings.lookahead) for answer in answers[name]],
+            "served": [counts_of(answer, settings.lookahead, loaded.eos_ids) for answer in answers[name]],
         }
         under = conditions(
             settings, Counter.reference(loaded.target), target=target, draft=draft, dataset_hash=dataset_hash,

@@ -103,7 +103,7 @@ def weakened(run: PreparedRun, counts: RequestCounts, tensors: dict[str, torch.T
         }
         save_file({name: tensor.to(tensors[name].dtype) for name, tensor in noisy.items()}, place / "model.safetensors")
         contestants = load_contestants(Path(run.target.path), [place], torch.float32)
-        walked = walk_decoded(contestants.target, contestants.draft, counts.prompts, counts.texts, lookahead)
+        walked = walk_decoded(contestants, contestants.draft, counts.prompts, counts.texts, lookahead)
         rows = [one.as_served(len(text) - 1) for one, text in zip(at(walked, lookahead), counts.texts, strict=True)]
         whole = whole or ratio(counts.greedy[lookahead][: len(counts.prompts)])
         share = ratio(rows) / whole
@@ -236,7 +236,7 @@ class Campaign:
         longest = setup.prompt_tokens + setup.max_new_tokens + lookahead + 1
         spec = ServerSpec(setup.target, setup.dtype, longest, 4)
         sglang = setup.generator.sglang
-        arguments = speculative_arguments(self.run.folder.export, lookahead, None)[2:]
+        arguments = speculative_arguments(self.run.folder.export, lookahead)[2:]
         # Three idle servers would spin on two cores.
         commands = {port: shlex.join([*serving_command(spec, sglang, (), port), IDLE]) for port in self.ports}
         servers = [ServerConfig(url=f"http://{HOST}:{port}", command=command) for port, command in commands.items()]

@@ -49,7 +49,7 @@ def walk(contestants: Contestants, source: RolloutSource, prompts: Texts, texts:
     rows = []
     for prompt, text in zip(prompts, texts, strict=True):
         aux = features(contestants.target, [*prompt, *text])
-        counts = simulate(source, prompt, text, aux, lookahead)[-1]
+        counts = simulate(source, prompt, text, aux, lookahead, eos_ids=contestants.eos_ids)[-1]
         rows.append((counts.tokens, counts.steps))
     return rows
 

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +121,7 @@ class Setup:
     source: ProposalSource
     calibration: list[Prefill]
     prompts: list[Prefill]
-    """Read once: decoding together copies the caches."""
+    """Read once; every decoding gets copies of the caches, which it uses up."""
     most: int
     new_tokens: int
     clock: Callable[[], float]
@@ -129,6 +130,7 @@ class Setup:
         self, prompts: Sequence[Prefill], lookahead: int | TreeShape | LookaheadPolicy, watch: Stopwatch | None = None
     ) -> tuple[float, list[Conversation]]:
         """Seconds after the prefills; no text ends early."""
+        prompts = [replace(prompt, cache=deepcopy(prompt.cache)) for prompt in prompts]
         begun, never = self.clock(), frozenset[int]()
         adaptive = isinstance(lookahead, LookaheadPolicy)
         begin = partial(AdaptiveText, lookahead) if adaptive else partial(Conversation, shape=lookahead)

@@ -19,7 +19,7 @@ DRAFTSMITH_SPEC_BENCH), their questions are two sets more, in the files' order, 
 continued as plain text, as these targets were trained.
 
 Figures are of the walk over the target's own text, at temperature 1 (the main one; a draft draws its proposals) and
-greedy, which equals real speculative decoding, with 95 % intervals by bootstrap over conversations. Text of the target
+greedy, which equals real speculative decoding, with 95 % intervals by jackknife over conversations. Text of the target
 with a distinct-token share under 0.3 is shown apart: whatever copies wins there. Writes
 benchmarks/results/methods-TARGET.json and a Markdown table beside it. Stopped, it goes on with the trials that are
 missing.
@@ -47,7 +47,7 @@ from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, versions
 from infra.records.data_path import TargetRecord
-from models.benchmark.bootstrap import length_interval
+from models.benchmark.paired import length_interval
 from models.config.recipe import RunConfig, load_recipe
 from models.data import python_docs
 from models.data.conversations import source_hash
@@ -77,7 +77,6 @@ BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling]] = {
     "prompt lookup": PromptLookup,
     "Token Recycling": TokenRecycling,
 }
-RESAMPLES = 10_000
 CANDIDATES = 8
 Readings = Mapping[tuple[str, float], list[TextReading]]
 """By set of prompts and temperature."""
@@ -265,8 +264,9 @@ class Ground:
             wanted = [replace(one, aux=of_layers(one.aux, self.layers, layers)) for one in read]
             counts = texts.walk(source, wanted, LOOKAHEAD)
             rows = np.array([(each.tokens, each.steps) for each in counts], dtype=np.float64)
-            low, high = length_interval(rows, RESAMPLES, 0)
-            figures = {"length": acceptance_length(counts), "low": low, "high": high}
+            interval = length_interval(rows)
+            assert interval is not None, "every set has several prompts"
+            figures = {"length": acceptance_length(counts), "low": interval[0], "high": interval[1]}
             found.setdefault(name, {})[f"{temperature:g}"] = {key: round(value, 4) for key, value in figures.items()}
         return found
 

@@ -33,7 +33,7 @@ def under(result: Mapping[str, Any]) -> str:
     """What a table was measured under."""
     return (
         f"Acceptance length at lookahead {result['lookahead']} by the walk over the target's own text "
-        f"({result['max_new_tokens']} new tokens at most), 95 % interval by bootstrap over conversations. Training in "
+        f"({result['max_new_tokens']} new tokens at most), 95 % interval by jackknife over conversations. Training in "
         f"{result['dtypes']['training']} on one thread of {result['cpu']}, one seed; {result['date']}, commit "
         f"{result['commit']}. `benchmarks/methods.py` says how text and prompts were chosen."
     )

@@ -96,9 +96,11 @@ def packed(target: TargetModel, samples: Sequence[Sample]) -> PackedSamples:
     return PackedSamples(tokens.long(), mask.bool(), last, last, tuple(len(sample.tokens) for sample in samples))
 
 
-def measured(draft: MtpDraft, target: TargetModel, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, object]:
+def measured(
+    draft: MtpDraft, target: TargetModel, texts: Sequence[tuple[list[int], list[int]]], ends: frozenset[int]
+) -> dict[str, object]:
     """Acceptance over texts."""
-    walks = [simulate(draft, p, t, features(target, [*p, *t]), LOOKAHEAD)[-1:] for p, t in texts]
+    walks = [simulate(draft, p, t, features(target, [*p, *t]), LOOKAHEAD, eos_ids=ends)[-1:] for p, t in texts]
     found = summarise(walks)
     rates = [None if rate is None else round(rate, 3) for rate in found.by_position]
     return {"length": round(found.length[LOOKAHEAD], 3), "by_position": rates, "steps": found.steps[LOOKAHEAD]}
@@ -111,14 +113,15 @@ def one_seed(seed: int, options: argparse.Namespace, folder: Path) -> dict[str, 
     run = open_run(folder / "run", place, options.samples + options.pretraining, seed)
     target, head = TargetModel.load(place, (), torch.float32), read_target_head(place, torch.float32)
     prompts = heldout_prompts(run.open_samples("heldout"), run.config.benchmark)
-    texts = continue_batch(target, prompts, run.config.benchmark.max_new_tokens, eos_ids(place))
+    ends = eos_ids(place)
+    texts = continue_batch(target, prompts, run.config.benchmark.max_new_tokens, ends)
     pairs = [(list(prompt), list(text)) for prompt, text in zip(prompts, texts, strict=True)]
     samples, order = run.open_samples(), torch.Generator().manual_seed(seed)
     chosen = [samples[int(index)] for index in torch.randperm(run.samples.train_samples, generator=order)]
     shipped = fresh(run, head, {"objective": "fastmtp", "ttt_steps": 1})
-    found: dict[str, object] = {"seed": seed, "untrained": measured(shipped, target, pairs)}
+    found: dict[str, object] = {"seed": seed, "untrained": measured(shipped, target, pairs, ends)}
     train(shipped, target, chosen[: options.pretraining], RATES["pretraining"])
-    found["before"] = measured(shipped, target, pairs)
+    found["before"] = measured(shipped, target, pairs, ends)
     for objective in options.objectives:
         draft, own = copy.deepcopy(shipped), objective == "chains_of_own_tokens"
         draft.__class__ = ChainsOfOwnTokens if own else MtpDraft
@@ -127,7 +130,7 @@ def one_seed(seed: int, options: argparse.Namespace, folder: Path) -> dict[str, 
         begun = time.process_time()
         tokens = train(draft, target, chosen[options.pretraining :], RATES["training"])
         cpu_s = round(time.process_time() - begun, 1)
-        found[objective] = measured(draft, target, pairs) | {"tokens": tokens, "cpu_s": cpu_s}
+        found[objective] = measured(draft, target, pairs, ends) | {"tokens": tokens, "cpu_s": cpu_s}
     return found
 
 

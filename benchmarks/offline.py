@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -99,13 +100,15 @@ class Texts:
     prompts: list[list[int]]
     texts: list[list[int]]
     sampling: Sampling
+    eos_ids: frozenset[int]
 
     @classmethod
     def write(
         cls, target: TargetModel, prompts: list[list[int]], sampling: Sampling, most: int, eos_ids: frozenset[int]
     ) -> "Texts":
         """Let the target continue the prompts by at most `most` tokens."""
-        return cls(prompts, continue_batch(target, prompts, most, eos_ids, sampling, batch_size=len(prompts)), sampling)
+        texts = continue_batch(target, prompts, most, eos_ids, sampling, batch_size=len(prompts))
+        return cls(prompts, texts, sampling, eos_ids)
 
     def read(self, target: TargetModel, candidates: int = 0) -> list[TextReading]:
         """What the target says of them. `candidates`: likely tokens of every position, for sources that observe them:
@@ -122,9 +125,9 @@ class Texts:
         """Counts of every text; a draft draws its proposals for sampled text."""
         if not self.sampling.greedy and isinstance(source, DrawingSource):
             parts = [readings[first : first + TOGETHER] for first in range(0, len(readings), TOGETHER)]
-            walks = [walk for part in parts for walk in walk_sampled(source, part, lookahead, self.sampling)]
-            return [walk.drawn[-1] for walk in walks]
+            walk = partial(walk_sampled, source, max_lookahead=lookahead, sampling=self.sampling, eos_ids=self.eos_ids)
+            return [walked.drawn[-1] for part in parts for walked in walk(readings=part)]
         return [
-            simulate(source, prompt, text, reading.aux, lookahead, reading.likeliest)[-1]
+            simulate(source, prompt, text, reading.aux, lookahead, reading.likeliest, eos_ids=self.eos_ids)[-1]
             for prompt, text, reading in zip(self.prompts, self.texts, readings, strict=True)
         ]

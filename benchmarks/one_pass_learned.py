@@ -29,8 +29,8 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.provenance import git_sha, hardware
-from models.benchmark.bootstrap import length_interval
 from models.benchmark.contestants import load_contestants
+from models.benchmark.paired import length_interval
 from models.config.recipe import RunConfig, load_recipe
 from models.data import python_docs
 from models.data.samples import text_prefix
@@ -96,7 +96,7 @@ def lengths(
         for name, draft in zip(exports, contestants.drafts, strict=True):
             counts = texts.walk(draft, readings, LOOKAHEAD)
             rows = np.array([(each.tokens, each.steps) for each in counts], dtype=np.float64)
-            figures = (acceptance_length(counts), *length_interval(rows, 10_000, 0))
+            figures = (acceptance_length(counts), *(length_interval(rows) or ()))
             found[name][temperature] = [round(value, 4) for value in figures]
     return found
 

@@ -143,7 +143,8 @@ def walks(
     for prompt, text in zip(prompts, texts, strict=True):
         aux = features(target, [*prompt, *text])
         for walk, source in zip(found, sources, strict=True):
-            walk.append(simulate(source, prompt, text, aux, settings.max_lookahead))
+            ends = contestants.eos_ids
+            walk.append(simulate(source, prompt, text, aux, settings.max_lookahead, eos_ids=ends))
     return texts, found[0], found[1]
 
 

@@ -160,7 +160,7 @@ class Setting:
     def _walk_some(self, prompt: list[int], texts: Sequence[list[int]]) -> list[SampledWalk]:
         whole, sampled = [[*prompt, *text] for text in texts], [len(text) - 1 for text in texts]
         readings = read_texts(self.loaded.target, whole, sampled=sampled, sampling=self.sampling)
-        return walk_sampled(self.loaded.draft, readings, LOOKAHEADS, self.sampling)
+        return walk_sampled(self.loaded.draft, readings, LOOKAHEADS, self.sampling, eos_ids=self.loaded.eos_ids)
 
 
 def upside_down(q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:

@@ -201,7 +201,8 @@ def walked(setup: Setup) -> tuple[list[float], dict[Shape, float]]:
         for depth in range(2, setup.most + 1):
             for size in SIZES:
                 if depth <= size <= most_tokens(depth, topk):
-                    lengths[depth, topk, size] = acceptance_length([walk_tree(each, depth, size) for each in ranks])
+                    counts = [walk_tree(each, depth, size, ended=False) for each in ranks]
+                    lengths[depth, topk, size] = acceptance_length(counts)
     _, texts = setup.decode(setup.prompts, setup.most)
     rates = by_position([text.decoded().counts for text in texts], setup.most)
     return [rate or 0.0 for rate in rates], lengths

@@ -217,8 +217,8 @@ class SuiteResult(Record):
 class RequestCounts(Record):
     """`request_counts.json`: what each conversation of a benchmark came to, as a serving engine counts requests.
 
-    One row per conversation: tokens emitted after the prefill token, verification steps. A step that the text's end
-    cut is counted too, as engines do; the benchmark's own figures leave it out.
+    One row per conversation: tokens emitted after the prefill token, verification steps. A step that the maximum
+    length cut is counted too, as engines do; the benchmark's own figures leave it out.
     """
 
     conditions: Conditions

@@ -113,11 +113,12 @@ class _Walks:
         return source.after_images(hidden.embedded, hidden.places, shown.to(hidden.embedded.device))
 
     def _walk(self, name: str, source: ProposalSource, prompt: Prompt, reading: TextReading) -> None:
-        most = walked_to(self._sources[name], self._config)
+        most, eos_ids = walked_to(self._sources[name], self._config), self._contestants.eos_ids
         if isinstance(source, DrawingSource) and not self._sampling.greedy:
-            (walk,) = walk_sampled(source, [reading], most, self._sampling)
+            (walk,) = walk_sampled(source, [reading], most, self._sampling, eos_ids=eos_ids)
             self.found.walks[name].append(walk.greedy)
             self.found.drawn[name].append(walk.drawn)
             return
-        text = self.found.texts[-1]
-        self.found.walks[name].append(simulate(source, prompt.tokens, text, reading.aux, most, reading.likeliest))
+        text, known = self.found.texts[-1], reading.likeliest
+        counts = simulate(source, prompt.tokens, text, reading.aux, most, known, eos_ids=eos_ids)
+        self.found.walks[name].append(counts)

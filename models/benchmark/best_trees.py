@@ -68,6 +68,7 @@ def _lengths(
     """The acceptance length of every tree that is looked at."""
     ranks: dict[int, list[Tensor]] = {topk: [] for topk in config.tree_topk}
     pairs = [pair for pair in zip(prompts, texts, strict=True) if len(pair[1]) > 1]
+    ended = [text[-1] in contestants.eos_ids for _, text in pairs]
     together = max(1, min(config.batch_size, WALKED_ROWS // config.max_new_tokens))
     with bars() as bar:
         advance = bar("trees", len(pairs))
@@ -83,7 +84,9 @@ def _lengths(
         for depth in range(2, config.max_lookahead + 1):
             for size in SIZES:
                 if depth <= size <= topk + (depth - 1) * topk**2:
-                    counts = [walk_tree(each, depth, size) for each in of_texts]
+                    counts = [
+                        walk_tree(each, depth, size, ended=ends) for each, ends in zip(of_texts, ended, strict=True)
+                    ]
                     if any(each.steps for each in counts):
                         yield (depth, topk, size), acceptance_length(counts)
 

@@ -1,13 +1,18 @@
 """Loads what is compared: the target once, and any number of drafts."""
 
+import atexit
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 
+from infra.processes.control_groups import memory
+from infra.quantities import byte_size
 from infra.refusal import Refusal
 from models.benchmark.counter import FREE_SHARE
 from models.devices import compute_device, device_with
@@ -16,11 +21,12 @@ from models.drafts.batched_proposer import Along, ChangedTurns, DrawingSource, P
 from models.drafts.sampling import Sampling
 from models.export.description import check_precision
 from models.export.sglang import load_draft
+from models.targets.architecture import has_experts, read_model_config
 from models.targets.model import TargetModel, eos_ids
 from models.targets.packed import pack_products
 from models.targets.quantization import read_quantization
 from models.targets.recommended import recommended_sampling
-from models.targets.weights import weight_bytes
+from models.targets.weights import read_target_head, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Contestants:
 
     target: TargetModel
     exact: Callable[[], TargetModel]
-    """The target in float32, on the CPU where the device has no room for it; the target itself if it is float32."""
+    """The target in float32, on the CPU where the device has no room for it, from disk where this machine's memory has
+    none; the target itself if it is float32."""
     drafts: Sequence[DrawingSource]
     """The draft, then the champion if there is one."""
     eos_ids: frozenset[int]
@@ -66,11 +73,34 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype, 
         if dtype == torch.float32:
             return model
         # Beside the target itself, whose decoding goes on: one forward at each divergence is fast enough on the CPU.
-        place = device_with(int(weight_bytes(target, torch.float32) / FREE_SHARE))
-        return TargetModel.load(target, layers, torch.float32, place)
+        needed = weight_bytes(target, torch.float32)
+        beside = weight_bytes(target, dtype) if device.type == "cpu" else 0
+        # Wherever the weights go, transformers builds them in the machine's memory.
+        if needed + beside > FREE_SHARE * memory():
+            return _streamed(target, layers, needed)
+        return TargetModel.load(target, layers, torch.float32, device_with(int(needed / FREE_SHARE)))
 
     sources = [_reading_its_own(loaded, layers, mixed) for loaded in drafts]
     return Contestants(model, exact, sources, eos_ids(target), recommended_sampling(target))
+
+
+def _streamed(target: Path, layers: Sequence[int], nbytes: int) -> TargetModel:
+    """A target in float32 that is larger than this machine's memory. Raises Refusal without space for its experts."""
+    # Deleted when this process ends.
+    place = TemporaryDirectory(prefix="draftsmith-float32-")
+    atexit.register(place.cleanup)
+    print(
+        f"the target takes {byte_size(nbytes)} in float32, more than this machine's memory has room for: its weights "
+        "are read from disk at each divergence of the texts",
+        flush=True,
+    )
+    if has_experts(read_model_config(target)) and shutil.disk_usage(place.name).free < nbytes:
+        raise Refusal(
+            f"{place.name} lacks the {byte_size(nbytes)} that stacking the target's experts in float32 needs: set "
+            "TMPDIR to a folder with that much free space, and resume"
+        )
+    head = read_target_head(target, torch.float32)
+    return TargetModel.streamed(target, layers, torch.float32, head, Path(place.name))
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int], with_last: bool) -> DrawingSource:
@@ -110,9 +140,9 @@ class SelectedLayers:
         """See `ProposalSource.proposers`."""
         return ChangedTurns(self.source.proposers(count), lambda turn: replace(turn, aux=self.select(turn.aux)))
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `DrawingSource.rollout`."""
-        return self.source.rollout(tokens, self.select(aux), lookahead)
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
+        """`[T - first, lookahead]` int64; see `DrawingSource.rollout`."""
+        return self.source.rollout(tokens, self.select(aux), lookahead, first)
 
     def after_images(self, embedded: Tensor, places: Tensor, shown: Tensor) -> DrawingSource:
         """See `Draft.after_images`."""

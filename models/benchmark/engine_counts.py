@@ -94,6 +94,7 @@ class EngineCounts:
     plain_speeds: tuple[ServedSpeed, ...]
     speculative_speeds: tuple[ServedSpeed, ...]
     counter: Counter
+    eos_ids: frozenset[int]
 
     def part(self, rows: slice) -> tuple[list[AcceptedCounts], list[AcceptedCounts] | None]:
         """Counts of draft and champion on some prompts."""
@@ -102,7 +103,7 @@ class EngineCounts:
     def grounds_rows(self, rows: slice, lookahead: int) -> dict[str, Rows | None]:
         """What a ground compares: draft, champion and prompt lookup on some prompts."""
         draft, champion = self.part(rows)
-        lookup = at(walk_prompt_lookup(self.prompts[rows], self.plain[rows], lookahead), lookahead)
+        lookup = at(walk_prompt_lookup(self.prompts[rows], self.plain[rows], lookahead, self.eos_ids), lookahead)
         sides = {"challenger": draft, "champion": champion, "prompt_lookup": lookup}
         return {name: None if side is None else counted(side) for name, side in sides.items()}
 
@@ -116,7 +117,7 @@ def measure_in_engine(
     setup = setup_of(run, max(map(len, prompts)))
     if missing := whats_missing(run.folder.export, setup.concurrency):
         raise Refusal(f"only the serving engine can count this target's acceptance, and the draft is {missing}")
-    drafts = [run.folder.export, *([champion] if champion else [])]
+    drafts, ends = [run.folder.export, *([champion] if champion else [])], eos_ids(setup.target)
     counted, speculative, answers = [], (), list[Answer]()
     with bars() as bar:
         for draft in drafts:
@@ -128,18 +129,18 @@ def measure_in_engine(
                 found = setup.watch_all(client, prompts, lambda _, watched=watched: watched(1))
                 if draft == run.folder.export:
                     answers, speculative = found, time_all(setup, client, heldout, name, bar)
-            counted.append([counts_of(answer, proposed) for answer in found])
+            counted.append([counts_of(answer, proposed, ends) for answer in found])
         with setup.serving(None, config.lookahead) as client:
             answered = bar("target alone", len(prompts))
             ask = partial(client.generate, sampling=setup.greedy)
             plain = [a.tokens for a in ask_all(ask, prompts, max(setup.concurrency), lambda _: answered(1))]
-            own = ServedText(client, setup, eos_ids(setup.target))
+            own = ServedText(client, setup, ends)
             served = [answer.tokens for answer in answers]
             compared = [compare_texts(own, *texts) for texts in zip(prompts, served, plain, strict=True)]
             speeds = time_all(setup, client, heldout, "target alone", bar)
     counter = Counter.sglang(setup.dtype, max(setup.concurrency), quantization)
     rival = counted[1] if champion else None
-    return EngineCounts(prompts, counted[0], rival, served, plain, total(compared), speeds, speculative, counter)
+    return EngineCounts(prompts, counted[0], rival, served, plain, total(compared), speeds, speculative, counter, ends)
 
 
 def benchmark_in_engine(
@@ -212,7 +213,7 @@ def _result(
 ) -> BenchmarkResult:
     ours, theirs = found.part(own)
     draft = summarise([(counts,) for counts in ours])
-    lookup = summarise(walk_prompt_lookup(found.prompts[own], found.plain[own], max_lookahead))
+    lookup = summarise(walk_prompt_lookup(found.prompts[own], found.plain[own], max_lookahead, found.eos_ids))
     served = ServedResult(
         lookahead=under.lookahead,
         acceptance=draft,
@@ -239,12 +240,14 @@ def _result(
     return result.model_copy(update={"summary": summary(result)})
 
 
-def walk_prompt_lookup(prompts: Sequence[list[int]], texts: Sequence[list[int]], max_lookahead: int) -> Walk:
+def walk_prompt_lookup(
+    prompts: Sequence[list[int]], texts: Sequence[list[int]], max_lookahead: int, ends: frozenset[int]
+) -> Walk:
     """A baseline that needs the texts alone."""
     walks = []
     for prompt, text in zip(prompts, texts, strict=True):
         unread = torch.empty(len(prompt) + len(text) - 1, 0)
-        walks.append(simulate(PromptLookup(), prompt, text, unread, max_lookahead))
+        walks.append(simulate(PromptLookup(), prompt, text, unread, max_lookahead, eos_ids=ends))
     return walks
 
 

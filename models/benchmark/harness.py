@@ -9,20 +9,20 @@ process of `models.benchmark.standalone`.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from infra.records.acceptance import Conditions, Ground, LosslessRecord
 from infra.refusal import Refusal
-from models.benchmark.bootstrap import length_interval
 from models.benchmark.categories import suite_result
+from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants
 from models.benchmark.harness_result import LEAST_DISTINCT, Cell, Speed
 from models.benchmark.measure import WalkedTexts, walk_decoded, walk_texts
+from models.benchmark.paired import length_interval
 from models.benchmark.reference import TOLERANCE
 from models.config.benchmark import BenchmarkConfig
 from models.data.prompts import SuitePrompts
@@ -35,8 +35,6 @@ from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, parse_shape
 from models.progress_bars import Bar, bars
-
-RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,7 @@ class Cells:
             shape=place.shape,
             conditions=conditions,
             length=figures.whole.length,
-            interval=length_interval(rows, RESAMPLES, 0) if figures.whole.steps else None,
+            interval=length_interval(rows) if figures.whole.steps else None,
             steps=figures.whole.steps,
             conversations=len(varied),
             by_position=by_position(chain, depth) if chain else (),
@@ -260,7 +258,7 @@ class Harness(Cells):
         for prompt, real, own in zip(self.plan.suites[place.suite].prompts, decoded, seen, strict=False):
             expected = own.counts
             if list(real.tokens) != list(own.tokens):
-                expected = walk_decoded(self.loaded.target, source, [prompt], [real.tokens], lookahead)[0][-1]
+                expected = walk_decoded(self.loaded, source, [prompt], [real.tokens], lookahead)[0][-1]
             same += real.counts == expected
         return same
 
@@ -313,8 +311,8 @@ class Harness(Cells):
     def _sampling(self, temperature: float, repeat: int) -> Sampling:
         if not temperature:
             return GREEDY
-        generator = torch.Generator(self.loaded.target.device).manual_seed(self.plan.seed + repeat)
-        return Sampling(temperature, 1.0, generator)
+        law = replace(sampled_law(self.config, self.loaded.recommended), temperature=temperature)
+        return law.seeded(self.plan.seed + repeat, self.loaded.target.device)
 
 
 def branches(source: ProposalSource) -> bool:

@@ -49,7 +49,7 @@ class Cell(Record):
     length: float | None
     """Acceptance length over texts that are not repetitive; None without a complete step."""
     interval: tuple[float, float] | None
-    """95 %, by bootstrap over conversations."""
+    """95 %, by jackknife over conversations; None for fewer than 2."""
     steps: int
     conversations: int
     by_position: tuple[float | None, ...]
@@ -82,8 +82,9 @@ class Cell(Record):
     @property
     def row(self) -> dict[str, str]:
         """The figures, by column."""
-        low, high = self.interval or (0.0, 0.0)
-        length = "no complete step" if self.length is None else f"{self.length:.2f} ({low:.2f} to {high:.2f})"
+        length = "no complete step" if self.length is None else f"{self.length:.2f}"
+        if self.interval:
+            length += f" ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
         return self.measured | {
             "acceptance length (95 %)": length,
             "steps": str(self.steps),

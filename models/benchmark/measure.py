@@ -143,7 +143,7 @@ def measure(
         decoded = bar("decoding", config.reference_tokens)
         reference = decode_reference(contestants, config, prompts, greedy.texts, decoded)
         written = [each.tokens for each in reference.decoded]
-        walked = walk_decoded(contestants.target, contestants.draft, prompts, written, config.max_lookahead)
+        walked = walk_decoded(contestants, contestants.draft, prompts, written, config.max_lookahead)
         decoded = bar("decoding, sampled", config.sampled_reference_tokens)
         sampled_reference = decode_sampled(contestants, config, prompts, seed, decoded)
     vocabulary = draft_of(contestants.draft).vocabulary
@@ -160,7 +160,7 @@ def walked_to(source: ProposalSource, config: BenchmarkConfig) -> int:
 
 
 def walk_decoded(
-    target: TargetModel,
+    contestants: Contestants,
     source: ProposalSource,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
@@ -173,8 +173,9 @@ def walk_decoded(
     """
     candidates, walk = source.proposers(1).candidates, Walk()
     for prompt, text in zip(prompts, texts, strict=False):
-        (reading,) = read_texts(target, [[*prompt, *text]], candidates=candidates)
-        walk.append(simulate(source, prompt, text, reading.aux, max_lookahead, reading.likeliest))
+        (reading,) = read_texts(contestants.target, [[*prompt, *text]], candidates=candidates)
+        aux, known = reading.aux, reading.likeliest
+        walk.append(simulate(source, prompt, text, aux, max_lookahead, known, eos_ids=contestants.eos_ids))
     return walk
 
 
@@ -205,13 +206,13 @@ def walk_texts(
     seed: int = 0,
 ) -> WalkedTexts:
     """Let the target continue all prompts, and walk over them; a conversation takes one forward for all sources."""
-    target, walks = contestants.target, {source: Walk() for source in sources}
+    target, eos_ids, walks = contestants.target, contestants.eos_ids, {source: Walk() for source in sources}
     drawing = {} if sampling.greedy else {name: of for name, of in sources.items() if isinstance(of, DrawingSource)}
     drawn = {source: DrawnWalk() for source in drawing}
     candidates = max(source.proposers(1).candidates for source in sources.values())
     with bars() as bar:
         texts = continue_batch(
-            target, prompts, config.max_new_tokens, contestants.eos_ids,
+            target, prompts, config.max_new_tokens, eos_ids,
             sampling.seeded(seed, target.device),
             batch_size=config.batch_size, advance=bar(f"{name}, continuations", len(prompts)),
         )  # fmt: skip
@@ -228,13 +229,15 @@ def walk_texts(
             for source, proposing in sources.items():
                 most = walked_to(proposing, config)
                 if source in drawing:
-                    found = walk_sampled(drawing[source], readings, most, sampling)
+                    found = walk_sampled(drawing[source], readings, most, sampling, eos_ids=eos_ids)
                     walks[source] += [each.greedy for each in found]
                     drawn[source] += [each.drawn for each in found]
                     continue
                 for (prompt, text), reading in zip(pairs, readings, strict=True):
-                    known = reading.likeliest
-                    walks[source].append(simulate(proposing, prompt, text, reading.aux, most, known))
+                    counts = simulate(
+                        proposing, prompt, text, reading.aux, most, reading.likeliest, eos_ids=eos_ids
+                    )  # fmt: skip
+                    walks[source].append(counts)
             walked(len(pairs))
     return WalkedTexts(texts, walks, drawn)
 

@@ -91,6 +91,14 @@ def paired_difference(first: Rows, second: Rows, cost: float = 1.0) -> Differenc
     return Difference(float(whole) - float(np.log(cost)), error, number - 1)
 
 
+def length_interval(conversations: Rows) -> tuple[float, float] | None:
+    """95 % interval of one acceptance length, of `[N, 2]` tokens and steps; None of fewer than 2 conversations."""
+    if len(conversations) < 2:
+        return None
+    found = paired_difference(conversations, np.ones_like(conversations))
+    return 1 + found.quantile(1 - LEVEL), 1 + found.quantile(LEVEL)
+
+
 def _sums(rows: Rows) -> tuple[Rows, Rows]:
     """`[2]` sums of all conversations, and `[N, 2]` of all but one."""
     whole = rows.sum(axis=0, dtype=np.float64)

@@ -75,7 +75,7 @@ def ground(
     categories: tuple[str, ...] = (),
     contexts: tuple[int, ...] = (),
 ) -> Ground:
-    """All contestants' counts of the same conversations at one lookahead, steps that the text's end cut left out.
+    """All contestants' counts of the same conversations at one lookahead, steps that the maximum length cut left out.
 
     `walks` are of the sources by name. `categories` and `contexts` (prompt tokens) are of each conversation, or empty.
     """

@@ -1,7 +1,7 @@
 """`python -m models.benchmark.run RUN`: benchmark of a run's exported draft on its held-out prompts.
 
 Writes RUN/benchmark.json, RUN/gate.json, RUN/request_counts.json, RUN/plots/ and RUN/export/serving/, what engines are
-told about lookaheads. One process, the target loaded once.
+told about the draft. One process, the target loaded once.
 """
 
 import argparse
@@ -50,11 +50,14 @@ from models.dtypes import DTYPES
 from models.export.card import write_card
 from models.export.serving_settings import write_settings
 from models.run import PreparedRun
+from models.targets.recommended import left_out
 
 
 def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) -> BenchmarkResult:
     """Measure, judge, and write everything down. Raises Refusal for a run without export or enough prompts."""
     begun = time.perf_counter()
+    if caveat := left_out(Path(run.target.path)):
+        print(caveat, flush=True)
     if why := why_engine_counts(run, leased_bytes()):
         print(f"SGLang counts acceptance: {why}", flush=True)
         result, evidence, counts = benchmark_in_engine(run, champion, champion_label)
@@ -64,8 +67,7 @@ def benchmark_run(run: PreparedRun, champion: Path | None, champion_label: str) 
     # Before the result: a run that has benchmark.json is done with its benchmark.
     write_atomically(run.folder.request_counts, counts)
     write_atomically(run.folder.gate, evidence)
-    if result.goodput is not None:
-        write_settings(run.folder.export, result.goodput)
+    write_settings(run, result.goodput)
     write_card(run, result)
     write_atomically(run.folder.benchmark, result)
     plot_by_position(result, run.folder.plots / "acceptance_by_position.png")
@@ -126,7 +128,7 @@ def _served(
     served, lookahead = ServedResult.read(run.folder.served), run.config.benchmark.lookahead
     if not served.length:
         return served, None
-    walked = at(walk_decoded(contestants.target, contestants.draft, prompts, served.texts, lookahead), lookahead)
+    walked = at(walk_decoded(contestants, contestants.draft, prompts, served.texts, lookahead), lookahead)
     return served.model_copy(update={"texts": ()}), served.length / acceptance_length(walked) - 1
 
 

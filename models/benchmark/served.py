@@ -29,7 +29,8 @@ from models.config.generator import GeneratorConfig
 from models.data.prompts import heldout_prompts
 from models.decoding.acceptance import AcceptedCounts, summarise
 from models.devices import leased_bytes
-from models.export.description import UNQUANTIZED_DRAFT, check_precision, read_description
+from models.export.description import check_precision, read_description
+from models.export.serving_settings import arguments_beside
 from models.progress_bars import Advance, Bar, bars
 from models.run import PreparedRun, RunWithTarget
 from models.targets.model import eos_ids
@@ -81,12 +82,14 @@ class Setup:
     def serving(self, draft: Path | None, lookahead: int) -> Iterator[SGLangClient]:
         """A server that is up, and stopped again; without a draft the target alone."""
         settings, longest = self.generator.sglang, self.prompt_tokens + self.max_new_tokens + lookahead + 1
+        spec = ServerSpec(self.target, self.dtype, longest, max(self.concurrency))
         speculation = []
         if draft is not None:
             quantization = read_quantization(self.target) or settings.quantization
             check_precision(draft, quantization)
-            speculation = speculative_arguments(draft, lookahead, quantization)
-        spec = ServerSpec(self.target, self.dtype, longest, max(self.concurrency))
+            config = read_description(draft).config
+            beside = arguments_beside(self.target, config, quantization, on_gpus=spec.gpus > 0)
+            speculation = [*speculative_arguments(draft, lookahead), *beside]
         server = SGLangServer(
             lambda port: serving_command(spec, settings, speculation, port),
             "sglang-serving" if draft is None else "sglang-serving-draft",
@@ -115,10 +118,9 @@ class Setup:
         return {"temperature": 0.0, "max_new_tokens": self.max_new_tokens, "stop_token_ids": ends}
 
 
-def speculative_arguments(draft: Path, lookahead: int, quantization: str | None) -> list[str]:
-    """SGLang's arguments for an exported draft; `quantization`: the target's."""
-    quantized = [] if quantization is None else UNQUANTIZED_DRAFT
-    return [*draft_arguments(draft), *read_description(draft).config.engine_arguments(lookahead), *quantized]
+def speculative_arguments(draft: Path, lookahead: int) -> list[str]:
+    """SGLang's arguments for an exported draft, whatever its target."""
+    return [*draft_arguments(draft), *read_description(draft).config.engine_arguments(lookahead)]
 
 
 def served_at(draft: Path, lookahead: int) -> int:
@@ -156,33 +158,38 @@ def _each_was_seen(answer: Answer) -> bool:
     return len(answer.steps) - 1 == answer.meta.get("spec_verify_ct", len(answer.steps) - 1)
 
 
-def counts_of(answer: Answer, lookahead: int) -> AcceptedCounts:
+def counts_of(answer: Answer, lookahead: int, ends: frozenset[int]) -> AcceptedCounts:
     """What happened in the engine's verification steps, as the reference decoder counts it.
 
     Where the server sent steps together, the engine's histogram of accepted draft tokens takes their place: ascending,
-    in place of the steps' order, which no figure depends on. If the text's end cut a step, the largest count that fits
-    the last message is left out as that step's: the end is likeliest to fall into a long step.
+    in place of the steps' order, which no figure depends on. If the text ends within a step, the largest count that
+    fits the last message is taken for that step's: the end is likeliest to fall into a long step. One of `ends` closes
+    it; otherwise the maximum length cut it.
 
     Raises Refusal where the engine's counters contradict each other.
     """
     # An answer that the prefill ended was not verified, and SGLang leaves out its counters.
     verified, accepted = answer.meta.get("spec_verify_ct", 0), answer.meta.get("spec_num_correct_drafts", 0)
     # An accepted draft token that closes the text is emitted without the token that would close the step.
-    missing = accepted + verified - (len(answer.tokens) - 1)
+    missing, unclosed = accepted + verified - (len(answer.tokens) - 1), 0
     if _each_was_seen(answer):
         counts = [tokens - 1 for tokens in answer.steps[1:]]
-        return AcceptedCounts(lookahead, tuple(counts[:-1] if missing > 0 else counts), int(missing > 0))
-    histogram = answer.meta["spec_correct_drafts_histogram"]
-    counts = [count for count, steps in enumerate(histogram) for _ in range(steps)]
-    fitting = [count for count in counts if missing <= count < answer.steps[-1] + missing]
-    if missing < 0 or (len(counts), sum(counts)) != (verified, accepted) or (missing and not fitting):
-        raise Refusal(
-            f"SGLang's counters contradict each other: {verified} verification steps, {accepted} accepted tokens, "
-            f"by step {histogram}, {len(answer.tokens)} tokens; install the version of SGLang that `make sglang` does"
-        )
-    if missing:
-        counts.remove(max(fitting))
-    return AcceptedCounts(lookahead, tuple(counts), int(missing > 0))
+        if missing > 0:
+            unclosed = counts.pop() + 1
+    else:
+        histogram = answer.meta["spec_correct_drafts_histogram"]
+        counts = [count for count, steps in enumerate(histogram) for _ in range(steps)]
+        fitting = [count for count in counts if missing <= count < answer.steps[-1] + missing]
+        if missing < 0 or (len(counts), sum(counts)) != (verified, accepted) or (missing and not fitting):
+            raise Refusal(
+                f"SGLang's counters contradict each other: {verified} verification steps, {accepted} accepted tokens, "
+                f"by step {histogram}, {len(answer.tokens)} tokens; install the SGLang that `make sglang` does"
+            )
+        if missing:
+            counts.remove(max(fitting))
+            unclosed = max(fitting) + 1 - missing
+    ended = unclosed if answer.tokens[-1] in ends else 0
+    return AcceptedCounts(lookahead, tuple(counts), int(unclosed > ended), ended)
 
 
 def serve(run: PreparedRun) -> ServedResult:
@@ -195,7 +202,7 @@ def serve(run: PreparedRun) -> ServedResult:
     together, speculative = _measure(run, run.folder.export)
     return ServedResult(
         lookahead=config.lookahead,
-        acceptance=acceptance_of(together, config.lookahead),
+        acceptance=acceptance_of(together, config.lookahead, eos_ids(Path(run.target.path))),
         texts=tuple(tuple(answer.tokens) for answer in together),
         same_text=sum(one.tokens == other.tokens for one, other in zip(alone, together, strict=True)),
         plain=plain,
@@ -216,9 +223,9 @@ def served_answers(run: RunWithTarget, draft: Path, prompts: Sequence[Sequence[i
         return setup.watch_all(client, prompts)
 
 
-def acceptance_of(answers: Sequence[Answer], lookahead: int) -> Acceptance:
+def acceptance_of(answers: Sequence[Answer], lookahead: int, ends: frozenset[int]) -> Acceptance:
     """Acceptance in the engine at its lookahead."""
-    return summarise([(counts_of(answer, lookahead),) for answer in answers])
+    return summarise([(counts_of(answer, lookahead, ends),) for answer in answers])
 
 
 def setup_of(run: RunWithTarget, prompt_tokens: int = 0) -> Setup:

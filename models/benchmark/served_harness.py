@@ -60,7 +60,8 @@ class ServedHarness(Cells):
         prompts = self.plan.suites[place.suite].prompts
         seen = bar(f"{place.suite}, {place.source} in SGLang, step by step", len(prompts))
         answers = self.setup.watch_all(client, prompts, lambda _: seen(1))
-        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, int(place.shape))) for answer in answers]
+        ends = eos_ids(self.setup.target)
+        decoded = [Decoded(tuple(answer.tokens), counts_of(answer, int(place.shape), ends)) for answer in answers]
         return Watched(decoded, self._speeds(client, place.suite, place.source, bar))
 
     def _cells(self, own: ServedText, suite: str, watched: Mapping[Place, Watched], bar: Bar) -> Iterator[Cell]:

@@ -27,6 +27,7 @@ from models.devices import leased_bytes
 from models.dtypes import DTYPES
 from models.progress_bars import bars
 from models.run import RunWithTarget
+from models.targets.model import eos_ids
 
 DECODED = 2
 """Conversations decoded for real."""
@@ -55,7 +56,7 @@ def smoke_test(run: RunWithTarget, export: Path, benchmarked: RequestCounts) -> 
         benchmarked.texts[: len(prompts)]
         or walk_texts(contestants, config, "smoke test", prompts, {DRAFT: contestants.draft}).texts
     )
-    counts = at(walk_decoded(contestants.target, contestants.draft, prompts, texts, lookahead), lookahead)
+    counts = at(walk_decoded(contestants, contestants.draft, prompts, texts, lookahead), lookahead)
     some = config.model_copy(update={"reference_tokens": DECODED * config.max_new_tokens})
     with bars() as bar:
         advance = bar("smoke test, decoding", some.reference_tokens)
@@ -63,8 +64,8 @@ def smoke_test(run: RunWithTarget, export: Path, benchmarked: RequestCounts) -> 
     here = [of.as_served(len(text) - 1) for of, text in zip(counts, texts, strict=True)]
     if answers:
         written = [answer.tokens for answer in answers]
-        walked = walk_decoded(contestants.target, contestants.draft, prompts, written, lookahead)
-        served = acceptance_of(answers, lookahead)
+        walked = walk_decoded(contestants, contestants.draft, prompts, written, lookahead)
+        served = acceptance_of(answers, lookahead, contestants.eos_ids)
         served_gap = served.length[lookahead] / acceptance_length(at(walked, lookahead)) - 1
     return judge(
         ratio(here),
@@ -83,7 +84,8 @@ def _in_engine(
     lookahead, setup = run.config.benchmark.lookahead, setup_of(run)
     with setup.serving(export, lookahead) as client:
         answers = setup.watch_all(client, prompts)
-    here = [counts_of(answer, lookahead).as_served(len(answer.tokens) - 1) for answer in answers]
+    ends = eos_ids(setup.target)
+    here = [counts_of(answer, lookahead, ends).as_served(len(answer.tokens) - 1) for answer in answers]
     before = ratio(benchmarked.greedy[lookahead][: len(prompts)])
     max_gap = run.config.promotion.max_gap
     return judge(ratio(here), before, 0, None, conversations=len(prompts), max_gap=max_gap)

@@ -52,6 +52,7 @@ from models.drafts.batched_proposer import ProposalSource
 from models.dtypes import DTYPES
 from models.export.description import read_description
 from models.targets.prepare import prepare_target
+from models.targets.recommended import left_out
 
 BASELINES: dict[str, type[PromptLookup] | type[TokenRecycling] | type[SuffixDecoding]] = {
     "prompt-lookup": PromptLookup,
@@ -103,7 +104,8 @@ def bench(options: argparse.Namespace) -> HarnessResult:
             for source in sources
         }  # fmt: skip
 
-    trees, cells, notes = [shape for shape in shapes if not shape.isdigit()], list[Cell](), list[str]()
+    trees, cells = [shape for shape in shapes if not shape.isdigit()], list[Cell]()
+    notes = [caveat] if (caveat := left_out(Path(target.path))) else []
     asked = _asked_baselines(options, target)
     # SGLang refuses GPUs that something else occupies: its servers have stopped before anything is loaded here.
     if SGLANG in engines:

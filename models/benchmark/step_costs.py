@@ -3,12 +3,11 @@
 Real forwards of the models that are benchmarked, on the benchmark's hardware. All texts share a forward, as in engines.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from torch import Tensor
 
 from infra.provenance import hardware
 from infra.records.goodput import CostFit, GoodputTable, MeasuredGoodput, StepTime
@@ -17,6 +16,7 @@ from models.benchmark.contestants import Contestants, draft_of, same_build
 from models.benchmark.measure import CHAMPION, DRAFT, PROMPT_LOOKUP, DrawnWalk, Walk
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import summarise
+from models.decoding.continuations import rows_of
 from models.decoding.goodput import TERMS, FittedCosts, fit, goodput_table, rates_of
 from models.decoding.stopwatch import now
 from models.drafts.batched_proposer import RolloutSource
@@ -108,7 +108,9 @@ def _spread(lookaheads: Sequence[int]) -> list[int]:
 
 
 class _Texts:
-    """Random texts of equal length in the target's cache: what a step costs does not depend on what they say.
+    """Random texts of equal length in the target's cache.
+
+    What a step costs does not depend on what they say, but among experts it does on how many different tokens it has.
 
     Args:
         target: the target.
@@ -118,34 +120,27 @@ class _Texts:
     """
 
     def __init__(self, target: TargetModel, length: int, most: int, rows: int):
-        self.target, self.length = target, length
-        generator = torch.Generator().manual_seed(0)
-        vocabulary = len(target.head_weight)
-        self.tokens = torch.randint(vocabulary, (most, length + 1), generator=generator).to(target.device)
-        self.row = torch.randint(vocabulary, (rows + 1,), generator=generator).to(target.device)
+        self.target, self._generator = target, torch.Generator().manual_seed(0)
+        self.tokens, self.row = self._draw(most, length), self._draw(rows + 1)
         self.aux = target.forward(self.row[None, :-1]).features[0]
-        self._read = functools.cache(self._cache_after)
+        self._cache = target.new_cache()
+        target.forward(self.tokens, self._cache)
 
-    def _cache_after(self, batch: int) -> Cache:
-        cache = self.target.new_cache()
-        self.target.forward(self.tokens[:batch, : self.length], cache)
-        return cache
+    def _draw(self, *shape: int) -> Tensor:
+        tokens = torch.randint(len(self.target.head_weight), shape, generator=self._generator)
+        return tokens.to(self.target.device)
 
-    def verify(self, batch: int, tokens: int) -> Callable[[], object]:
-        """The target's step: `tokens` of each of `batch` texts behind what its cache holds, and its choices there.
+    def verify(self, batch: int, tokens: int) -> Callable[[], Tensor]:
+        """The target's step: `tokens` of each of `batch` texts after what its cache holds, and its choices there.
 
-        Steps of as many texts share a cache, which each leaves as long as it found it.
+        All steps read the first rows of one cache, whose keys and values they leave as they are. States of linear
+        attention change, but not in size, and so does not what a step costs.
         """
-        target, cache = self.target, self._read(batch)
-        new = self.tokens[:batch, -1:].expand(-1, tokens).contiguous()
+        target, new = self.target, self._draw(batch, tokens)
 
-        def run() -> object:
-            choices = target.logits(target.forward(new, cache).last.flatten(0, 1)).argmax(-1)
-            for layer in cache.layers:
-                # The state of linear attention stays the same size, and so does what a step costs.
-                if isinstance(layer, DynamicLayer):
-                    layer.crop(-tokens)
-            return choices
+        def run() -> Tensor:
+            states = target.forward(new, rows_of(self._cache, slice(batch)))
+            return target.logits(states.last.flatten(0, 1)).argmax(-1)
 
         return run
 

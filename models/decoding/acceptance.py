@@ -7,42 +7,52 @@ from typing import TypeVar
 from infra.records.acceptance import Acceptance
 from infra.refusal import Refusal
 
+WINDOW = 128
+"""Tokens within which repetition is looked for."""
+
 
 @dataclass(frozen=True)
 class AcceptedCounts:
     """Accepted draft tokens of every complete verification step, in order.
 
-    A step is *cut* when the text (end of text or maximum length) ends before the token that would close the step,
-    the correction or bonus token. Cut steps are left out of every figure.
+    A step is complete with the token that closes it, the correction or bonus token, or with an accepted end of text:
+    it emits nothing after that, and engines count what a step emits. A step that the maximum length *cuts* before
+    either is left out of every figure.
     """
 
     lookahead: int
     accepted: tuple[int, ...]
-    """Per complete step, 0..lookahead."""
+    """Per closed step, 0..lookahead."""
     cut: int = 0
     """Steps left out: 0 or 1 per conversation."""
+    ended: int = 0
+    """Draft tokens of the step whose last accepted one is the end of the text, which is 1 at least; 0: no such step."""
 
     @property
     def steps(self) -> int:
-        return len(self.accepted)
+        return len(self.accepted) + (self.ended > 0)
 
     @property
     def tokens(self) -> int:
         """Tokens emitted by the complete steps, correction and bonus tokens included."""
-        return sum(self.accepted) + len(self.accepted)
+        return sum(self.accepted) + len(self.accepted) + self.ended
 
     def as_served(self, emitted: int) -> tuple[int, int]:
-        """(tokens, steps) as an engine counts a request that emitted `tokens` tokens after the prefill token.
+        """(tokens, steps) as an engine counts a request that emitted `emitted` tokens after the prefill token.
 
         An engine counts the cut step too.
         """
         return emitted, self.steps + self.cut
 
     def at_position(self, position: int) -> tuple[int, int]:
-        """(steps in which draft token `position` (from 1) was accepted, steps in which all before it were)."""
+        """(steps in which draft token `position` (from 1) was accepted, steps in which all before it were).
+
+        After the end of a text nothing is accepted or refused.
+        """
+        before = self.ended >= position
         accepted = sum(count >= position for count in self.accepted)
         offered = sum(count >= position - 1 for count in self.accepted)
-        return accepted, offered
+        return accepted + before, offered + before
 
 
 @dataclass(frozen=True)
@@ -51,18 +61,21 @@ class ExpectedCounts:
 
     lookahead: int
     by_accepted: tuple[float, ...]
-    """Complete steps that accept 0..lookahead draft tokens."""
+    """Closed steps that accept 0..lookahead draft tokens."""
     cut: float = 0.0
-    """Steps left out: the chance that the end cuts one."""
+    """Steps left out: the chance that the maximum length cuts one."""
+    ended: tuple[float, ...] = ()
+    """Steps that accept 0..lookahead draft tokens, the end of the text last; empty: it does not end."""
 
     @property
     def steps(self) -> float:
-        return sum(self.by_accepted)
+        return sum(self.by_accepted) + sum(self.ended)
 
     @property
     def tokens(self) -> float:
         """Tokens emitted by the complete steps, correction and bonus tokens included."""
-        return sum((number + 1) * steps for number, steps in enumerate(self.by_accepted))
+        closed = sum((number + 1) * steps for number, steps in enumerate(self.by_accepted))
+        return closed + sum(number * steps for number, steps in enumerate(self.ended))
 
     def as_served(self, emitted: int) -> tuple[float, float]:
         """See `AcceptedCounts.as_served`; the steps are expected."""
@@ -70,7 +83,8 @@ class ExpectedCounts:
 
     def at_position(self, position: int) -> tuple[float, float]:
         """See `AcceptedCounts.at_position`."""
-        return sum(self.by_accepted[position:]), sum(self.by_accepted[position - 1 :])
+        before = sum(self.ended[position:])
+        return sum(self.by_accepted[position:]) + before, sum(self.by_accepted[position - 1 :]) + before
 
 
 Counts = AcceptedCounts | ExpectedCounts
@@ -120,7 +134,15 @@ def summarise(conversations: Sequence[Sequence[Counts]]) -> Acceptance:
 
 
 def distinct_token_share(texts: Sequence[Sequence[int]]) -> float:
-    """Mean over texts of distinct tokens / tokens; a text that repeats one token n times has 1/n."""
+    """Mean over texts of distinct tokens / tokens, distinct within each `WINDOW` tokens.
+
+    Over a whole text the share would fall with its length: ordinary prose has 0.6 at 128 tokens and 0.2 at 4096. A text
+    that repeats p tokens has p / `WINDOW`, or p by its length if that is shorter.
+    """
     assert texts
     assert all(texts)
-    return sum(len(set(text)) / len(text) for text in texts) / len(texts)
+    return sum(_distinct_tokens(text) / len(text) for text in texts) / len(texts)
+
+
+def _distinct_tokens(text: Sequence[int]) -> int:
+    return sum(len(set(text[first : first + WINDOW])) for first in range(0, len(text), WINDOW))

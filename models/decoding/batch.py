@@ -47,7 +47,7 @@ class TargetBatch:
 
     Args:
         target: the target.
-        starts: the texts after their prefill.
+        starts: the texts after their prefill. Their keys and values are copied, layer by layer, and let go.
     """
 
     def __init__(self, target: TargetModel, starts: Sequence[Prefill]):
@@ -127,6 +127,8 @@ class _Layer(CacheLayerMixin):
         for row, start in enumerate(starts):
             self.stored.keys[row, :, : start.keys.shape[2]] = start.keys[0]
             self.stored.values[row, :, : start.values.shape[2]] = start.values[0]
+        for start in starts:
+            start.reset()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write the new tokens' `[B, kv_heads, T, d]`; what all rows hold by now, `[B, kv_heads, S, d]`."""

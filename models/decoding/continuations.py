@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DummyLayer
 
 from models.decoding.batch import TargetBatch
 from models.decoding.plain import Prefill, ended
@@ -88,18 +87,24 @@ class _Ragged:
         tokens = self.sampling.choose(self.target.logits(states.last[:, -1])).tolist()
         nothing = states.last.new_empty(0, 0)
         return [
-            Prefill(tuple(prompt), _row_of(cache, row), nothing, token, nothing)
+            Prefill(tuple(prompt), rows_of(cache, slice(row, row + 1)), nothing, token, nothing)
             for row, (prompt, token) in enumerate(zip(prompts, tokens, strict=True))
         ]
 
 
-def _row_of(cache: DynamicCache, row: int) -> DynamicCache:
-    """One text's part of a cache; its tensors are those of the cache."""
-    found: Any = DynamicCache()
+def rows_of(cache: DynamicCache, rows: slice) -> DynamicCache:
+    """Some texts' part of a cache; its tensors are those of the cache.
+
+    A forward leaves the cache's keys and values as they are, and overwrites the states of linear attention.
+    """
+    found = DynamicCache()
     for layer in cache.layers:
         own: Any = copy(layer)
-        if not isinstance(layer, DummyLayer):
-            own.keys, own.values = own.keys[row : row + 1], own.values[row : row + 1]
+        if hasattr(own, "batch_select_indices"):
+            own.batch_select_indices(rows)
+        for kind in ("conv_states", "recurrent_states"):
+            if states := getattr(own, kind, None):
+                setattr(own, kind, {at: None if state is None else state[rows] for at, state in states.items()})
         found.layers.append(own)
     return found
 

@@ -35,11 +35,11 @@ class CopyingSource:
     def proposers(self, count: int) -> "CopyingProposer":
         return CopyingProposer([self.new_text() for _ in range(count)])
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
-        """`[T, lookahead]` int64; see `RolloutSource.rollout`."""
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
+        """`[T - first, lookahead]` int64; see `RolloutSource.rollout`."""
         text, ids, rows = self.new_text(), tokens.tolist(), list[list[int]]()
-        text.extend(ids[:1])
-        for token in ids[1:]:
+        text.extend(ids[: first + 1])
+        for token in ids[first + 1 :]:
             text.extend([token])
             rows.append(text.propose(lookahead))
         return torch.tensor(rows, dtype=torch.long, device=tokens.device).view(-1, lookahead)

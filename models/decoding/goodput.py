@@ -10,7 +10,6 @@ from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
@@ -36,6 +35,9 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
         raise Refusal(
             f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
         )
+    # Imported here: every trainer imports this module, for its export, and scipy takes half a second.
+    from scipy.optimize import nnls
+
     seconds = np.array([each.seconds for each in measured])
     best, found = float("inf"), CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=1.0)
     for knee in sorted({float(each.batch * each.tokens) for each in measured}):

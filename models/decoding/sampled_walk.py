@@ -4,8 +4,8 @@ A token x drawn from q is proposed and accepted with probability q(x) min(1, p(x
 emitted with probability p(x), by whichever way. Given that x was emitted it came by acceptance with probability
 min(1, q(x) / p(x)), independently of the other positions: p and q are those after temperature and top-p, q given that
 the proposals before it are the text. So steps of length n walk over a finished text as a Markov chain over the places
-where they start. Its expectation is computed, place by place, in place of one draw. Steps that the text's end cuts are
-those that accept all that is left of it, as in decoding.
+where they start. Its expectation is computed, place by place, in place of one draw. A step that accepts all that is
+left of a text ends with it, or is cut by the maximum length, as in decoding.
 
 Proposals with certainty, the likeliest token for instance, are accepted where they equal the text
 (`models.decoding.simulated`).
@@ -38,9 +38,17 @@ class SampledWalk:
 
 @torch.no_grad()
 def walk_sampled(
-    source: DrawingSource, readings: Sequence[TextReading], max_lookahead: int, sampling: Sampling
+    source: DrawingSource,
+    readings: Sequence[TextReading],
+    max_lookahead: int,
+    sampling: Sampling,
+    *,
+    eos_ids: frozenset[int],
 ) -> list[SampledWalk]:
-    """Walk over texts that the target sampled with `sampling`, all at once; each starts after its prefill token."""
+    """Walk over texts that the target sampled with `sampling`, all at once; each starts after its prefill token.
+
+    One whose last token is not of `eos_ids` was cut by the maximum length.
+    """
     device = readings[0].aux.device
     packed = PackedTexts.of([reading.following for reading in readings], [reading.aux for reading in readings])
     rows, lookaheads = [len(reading.chances) for reading in readings], range(1, max_lookahead + 1)
@@ -52,10 +60,11 @@ def walk_sampled(
     emitted = torch.cat([each.unfold(0, max_lookahead, 1)[:-1] for each in padded])
     accepted = acceptance_chances(along.chances, emitted).cpu()
     agreeing = along.likeliest.cumprod(dim=1).sum(dim=1).cpu().split(rows)
-    drawn = expected_counts([part.numpy() for part in accepted.split(rows)], max_lookahead)
+    ended = [int(reading.following[-1]) in eos_ids for reading in readings]
+    drawn = expected_counts([part.numpy() for part in accepted.split(rows)], max_lookahead, ended)
     return [
-        SampledWalk(tuple(walk_chain(equal.tolist(), lookahead) for lookahead in lookaheads), expected)
-        for equal, expected in zip(agreeing, drawn, strict=True)
+        SampledWalk(tuple(walk_chain(equal.tolist(), lookahead, ended=own) for lookahead in lookaheads), expected)
+        for equal, expected, own in zip(agreeing, drawn, ended, strict=True)
     ]
 
 
@@ -64,13 +73,16 @@ def acceptance_chances(q: Tensor, p: Tensor) -> Tensor:
     return (q.double() / p.double()).nan_to_num(0).clamp(max=1)
 
 
-def expected_counts(accepted: Sequence[NDArray[np.float64]], most: int) -> list[tuple[ExpectedCounts, ...]]:
+def expected_counts(
+    accepted: Sequence[NDArray[np.float64]], most: int, ended: Sequence[bool]
+) -> list[tuple[ExpectedCounts, ...]]:
     """Expected counts of steps of lookahead 1..`most`, of texts of R + 1 tokens each.
 
     Args:
         accepted: of each text `[R, most]`, the chance that a step after token r accepts its proposal j, for token
             r + j + 1, if it accepted those before; 0 beyond the text.
         most: largest lookahead.
+        ended: of each text, whether its last token ends it; otherwise the maximum length cut it.
     """
     lengths, texts = np.array([len(each) for each in accepted]), len(accepted)
     survived = np.zeros((texts, max(lengths), most + 2))
@@ -78,7 +90,7 @@ def expected_counts(accepted: Sequence[NDArray[np.float64]], most: int) -> list[
         text[: len(each), 0], text[: len(each), 1 : most + 1] = 1.0, each.cumprod(axis=1)
     lookaheads, numbers = np.arange(1, most + 1)[:, None], np.arange(most + 1)
     starts = np.zeros((texts, most, max(lengths) + most + 1))
-    counts, cut = np.zeros((texts, most, most + 1)), np.zeros((texts, most))
+    counts, last = np.zeros((2, texts, most, most + 1))
     starts[:, :, 0] = 1.0
     for row in range(max(lengths)):
         reached, after = survived[:, row, None, :-1], survived[:, row, None, 1:]
@@ -87,11 +99,14 @@ def expected_counts(accepted: Sequence[NDArray[np.float64]], most: int) -> list[
         here = here * starts[:, :, row, None]
         whole = here * (numbers < (lengths - row)[:, None, None])
         counts += whole
-        cut += (here - whole).sum(axis=2)
+        last += here - whole
         starts[:, :, row + 1 : row + most + 2] += whole
+
+    def expected(at: int, closed: NDArray[np.float64], left: NDArray[np.float64], ends: bool) -> ExpectedCounts:
+        by_accepted, others = tuple(closed[: at + 1].tolist()), tuple(left[: at + 1].tolist())
+        return ExpectedCounts(at, by_accepted, 0.0 if ends else sum(others), others if ends else ())
+
     return [
-        tuple(
-            ExpectedCounts(at, tuple(rows[at - 1, : at + 1].tolist()), float(left[at - 1])) for at in range(1, most + 1)
-        )
-        for rows, left in zip(counts, cut, strict=True)
+        tuple(expected(at, closed[at - 1], left[at - 1], ends) for at in range(1, most + 1))
+        for closed, left, ends in zip(counts, last, ended, strict=True)
     ]

@@ -115,6 +115,8 @@ def simulate(
     aux: Tensor,
     max_lookahead: int,
     known: Likeliest | None = None,
+    *,
+    eos_ids: frozenset[int],
 ) -> tuple[AcceptedCounts, ...]:
     """Walk over a continuation at every lookahead 1..max_lookahead.
 
@@ -128,6 +130,7 @@ def simulate(
         aux: `[P + N - 1, K*H]` from `features`.
         max_lookahead: largest lookahead.
         known: the target's most likely tokens at each row of `aux`, for a source without a rollout.
+        eos_ids: tokens that end a text; one that ends otherwise was cut by the maximum length.
 
     Returns:
         Counts for lookahead 1..max_lookahead, in that order.
@@ -138,12 +141,13 @@ def simulate(
         return tuple(AcceptedCounts(lookahead, ()) for lookahead in range(1, max_lookahead + 1))
     tokens, first = torch.tensor(text, device=aux.device), len(prompt) - 1
     if isinstance(source, RolloutSource):
-        proposals = source.rollout(tokens, aux, max_lookahead)[first:-1]
+        proposals = source.rollout(tokens, aux, max_lookahead, first)[:-1]
     else:
         assert known is not None, "a source without a rollout observes the target's likely tokens"
         proposals = _propose_step_by_step(source, text, first, aux, max_lookahead, known)
     agreeing = _agreeing(proposals.cpu(), torch.tensor(continuation))
-    return tuple(walk_chain(agreeing, lookahead) for lookahead in range(1, max_lookahead + 1))
+    ended = continuation[-1] in eos_ids
+    return tuple(walk_chain(agreeing, lookahead, ended=ended) for lookahead in range(1, max_lookahead + 1))
 
 
 def _propose_step_by_step(
@@ -171,14 +175,17 @@ def _agreeing(proposals: Tensor, continuation: Tensor) -> list[int]:
     return (proposals == following).cumprod(dim=1).sum(dim=1).tolist()
 
 
-def walk_chain(agreeing: Sequence[int], lookahead: int) -> AcceptedCounts:
-    """Counts of a text's steps, from how many proposals equal it after each of its tokens but the last."""
+def walk_chain(agreeing: Sequence[int], lookahead: int, *, ended: bool) -> AcceptedCounts:
+    """Counts of a text's steps, from how many proposals equal it after each of its tokens but the last.
+
+    `ended`: the last one ends the text.
+    """
     accepted: list[int] = []
     place = 0
     while place < len(agreeing):
         count = min(agreeing[place], lookahead)
         if place + count + 1 > len(agreeing):
-            return AcceptedCounts(lookahead, tuple(accepted), cut=1)
+            return AcceptedCounts(lookahead, tuple(accepted), int(not ended), count if ended else 0)
         accepted.append(count)
         place += count + 1
     return AcceptedCounts(lookahead, tuple(accepted))

@@ -192,7 +192,7 @@ class Conversation:
             raise Refusal(f"lookahead {shape}: 0 proposes nothing, 4 four tokens per step")
         self.target, self.source, self.start, self.sampling = target, source, start, sampling
         self.shape, self.max_new_tokens, self.eos_ids = shape, max_new_tokens, eos_ids
-        self.tokens, self.accepted, self.cut = [start.token], list[int](), 0
+        self.tokens, self.accepted, self.cut, self.ended = [start.token], list[int](), 0, 0
         self._text, self._unread = [*start.prompt, start.token], [start.aux]
 
     @property
@@ -214,12 +214,14 @@ class Conversation:
         self._text += written
         if len(written) == len(emitted):
             self.accepted.append(accepted)
+        elif written[-1] in self.eos_ids:
+            self.ended = len(written)
         else:
             self.cut += 1
 
     def decoded(self) -> Decoded:
         deepest = self.shape if isinstance(self.shape, int) else self.shape.depth
-        return Decoded(tuple(self.tokens), AcceptedCounts(deepest, tuple(self.accepted), self.cut))
+        return Decoded(tuple(self.tokens), AcceptedCounts(deepest, tuple(self.accepted), self.cut, self.ended))
 
 
 def _agree(step: Verification) -> list[StepDecision]:

@@ -31,8 +31,11 @@ def ranks_of_texts(
     return list(found.cpu().split(counts))
 
 
-def walk_tree(ranks: Tensor, depth: int, tokens: int) -> AcceptedCounts:
-    """Counts of a text's steps with trees of this depth and number of tokens; `ranks` from `ranks_of_texts`."""
+def walk_tree(ranks: Tensor, depth: int, tokens: int, *, ended: bool) -> AcceptedCounts:
+    """Counts of a text's steps with trees of this depth and number of tokens.
+
+    `ranks` are from `ranks_of_texts`. `ended`: the last token ends the text.
+    """
     of_depth = ranks[:, depth - 1, :depth]
     held = (of_depth != ABSENT) & (of_depth < tokens)
-    return walk_chain(held.long().cumprod(dim=1).sum(dim=1).tolist(), depth)
+    return walk_chain(held.long().cumprod(dim=1).sum(dim=1).tolist(), depth, ended=ended)

@@ -60,4 +60,4 @@ def walk(draft: Draft, text: Continued, media: Tensor) -> AcceptedCounts:
     assert text.places is not None
     shown = shown_in(text.prompt, text.continuation, media)
     source = draft.after_images(text.embedded, text.places, shown)
-    return simulate(source, text.prompt, text.continuation, text.aux, LOOKAHEAD)[-1]
+    return simulate(source, text.prompt, text.continuation, text.aux, LOOKAHEAD, eos_ids=frozenset())[-1]

@@ -143,4 +143,4 @@ def check_served(run: PreparedRun, stitched: Path, least: float = 1.6) -> None:
     assert acceptance_length([ours.counts for ours in decoded]) > least
     for answer, ours in zip(answers, decoded, strict=True):
         assert answer.tokens == list(ours.tokens)
-        assert counts_of(answer, LOOKAHEAD) == ours.counts
+        assert counts_of(answer, LOOKAHEAD, ends) == ours.counts

@@ -24,6 +24,7 @@ DFLASH = (
 )
 SLOW = pytest.mark.slow
 """Each asks SGLang of another class, about 10 s."""
+LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ WINDOW = {"sliding_window": 64}
             r"SGLang [\d.]+ cannot capture hidden states of the target's architecture Glm4ForCausalLM, nor serve an "
             r"EAGLE-3 draft .*: set generator.engine=transformers",
         ),
-        pytest.param("Qwen2MoeForCausalLM", {}, [], "serves no EAGLE-3 draft .* Qwen2MoeForCausalLM", marks=SLOW),
+        pytest.param("Qwen2MoeForCausalLM", {}, [], "serves no EAGLE-3 draft .* Qwen2MoeForCausalLM", marks=LONG),
         pytest.param("SmolLM3ForCausalLM", {}, [], "has no model class for .* SmolLM3ForCausalLM", marks=SLOW),
         pytest.param(
             *("Qwen2ForCausalLM", {}, [DFLASH, "benchmark.lookahead=3"]),
@@ -83,8 +84,8 @@ WINDOW = {"sliding_window": 64}
             "MistralForCausalLM ignores the target's sliding window of 64 tokens, .*: set data.max_tokens to at most",
             marks=SLOW,
         ),
-        pytest.param("MistralForCausalLM", WINDOW, ["data.max_tokens=64"], None, marks=SLOW),
-        pytest.param("Gemma3ForCausalLM", WINDOW, ["data.max_tokens=65"], None, marks=SLOW),
+        pytest.param("MistralForCausalLM", WINDOW, ["data.max_tokens=64"], None, marks=LONG),
+        pytest.param("Gemma3ForCausalLM", WINDOW, ["data.max_tokens=65"], None, marks=LONG),
     ],
 )
 def test_a_target_that_sglang_would_fail_on_is_refused_for_sglang_alone(
@@ -117,7 +118,7 @@ def test_a_copy_on_gpus_that_do_not_divide_its_heads_is_refused(tmp_path):
         check_settings(run)
 
 
-@SLOW
+@LONG
 def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "commandr")
     check_settings(run_of("CohereForCausalLM", {}, [], tmp_path))

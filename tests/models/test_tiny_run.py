@@ -100,6 +100,7 @@ def untrained_length(run: PreparedRun) -> float:
     prompts = take_prompts(samples, 24, run.config.benchmark.prompt_tokens)
     tokens = steps = 0
     for prompt, continuation in zip(prompts, continue_batch(target, prompts, 64, frozenset()), strict=True):
-        counts = simulate(draft, prompt, continuation, features(target, [*prompt, *continuation]), LOOKAHEAD)[-1]
+        aux = features(target, [*prompt, *continuation])
+        counts = simulate(draft, prompt, continuation, aux, LOOKAHEAD, eos_ids=frozenset())[-1]
         tokens, steps = tokens + counts.tokens, steps + counts.steps
     return tokens / steps

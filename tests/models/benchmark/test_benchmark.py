@@ -326,6 +326,22 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
     assert result.notes[0] in list(lines_of(result))
 
 
+def test_bench_samples_as_its_conditions_say(run: PreparedRun, target: Path, text: Path):
+    """With a top-k of 1 sampled text is the greedy one, whatever the temperature."""
+    named = {"top_k": 1, "repetition_penalty": 1.1, "eos_token_id": 1}
+    (target / "generation_config.json").write_text(json.dumps(named))
+    arguments = ["--target", str(target), "--draft", str(run.folder.export), "--prompts", str(text), "--baselines", ""]
+    arguments += ["--lookahead", "2", "--batch", "", "--num-prompts", "4", "--max-new-tokens", "12"]
+    result = bench(options(arguments))
+    greedy, sampled = result.cells
+    assert (sampled.conditions.sampled_temperature, sampled.conditions.sampled_top_k) == (1.0, 1)
+    assert (sampled.steps, sampled.distinct_token_share) == (greedy.steps, greedy.distinct_token_share)
+    assert sampled.length == pytest.approx(greedy.length)
+    assert "1.1" in result.notes[0]
+    alone = greedy.model_copy(update={"interval": None})
+    assert alone.row["acceptance length (95 %)"] == f"{greedy.length:.2f}"
+
+
 def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_path: Path):
     common = ["--target", str(target), "--draft", str(run.folder.export)]
     with pytest.raises(ValueError, match="export folder"):
@@ -376,7 +392,11 @@ def test_drafts_that_read_other_layers_share_one_target(run: PreparedRun, target
     aux = features(together.target, [*prompt, *own])
     mine = features(alone.target, [*prompt, *own])
     assert torch.equal(together.champion.select(aux), mine)
-    assert simulate(together.champion, prompt, own, aux, 4) == simulate(alone.draft, prompt, own, mine, 4)
+    walks = [
+        simulate(source, prompt, own, read, 4, eos_ids=together.eos_ids)
+        for source, read in ((together.champion, aux), (alone.draft, mine))
+    ]
+    assert walks[0] == walks[1]
     first = speculate(together.target, together.champion, prompt, 3, 12, frozenset())
     assert first == speculate(alone.target, alone.draft, prompt, 3, 12, frozenset())
     drawn = [
@@ -399,6 +419,19 @@ def test_the_exact_target_goes_where_there_is_room(run: PreparedRun, target: Pat
     assert len(wanted) == 1
 
 
+def test_an_exact_target_beyond_this_machines_memory_stays_on_disk(
+    run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    whole = load_contestants(target, [run.folder.export], torch.bfloat16).exact()
+    monkeypatch.setattr(contestants, "memory", lambda: (target / "model.safetensors").stat().st_size)
+    exact = load_contestants(target, [run.folder.export], torch.bfloat16).exact()
+    assert {weight.device.type for weight in exact.model.parameters()} == {"meta"}
+    tokens = torch.tensor([[5, 9, 30, 2, 44]])
+    ours, theirs = (one.logits(one.forward(tokens).last[0]) for one in (exact, whole))
+    assert torch.equal(ours, theirs)
+    assert "read from disk at each divergence" in capfd.readouterr().out
+
+
 def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_path: Path):
     """So that noise of timings does not decide between a draft and its successor."""
     twin, other = export(target, tmp_path / "twin", (0, 2), seed=2), export(target, tmp_path / "other", (1,), seed=3)
@@ -414,7 +447,7 @@ def test_drafts_of_one_build_are_timed_once(run: PreparedRun, target: Path, tmp_
 def test_a_draft_that_sglang_has_no_model_for_is_not_served_and_says_so(
     run: PreparedRun, target: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    arguments = speculative_arguments(run.folder.export, 3, None)
+    arguments = speculative_arguments(run.folder.export, 3)
     assert arguments[:2] == ["--speculative-draft-model-path", str(run.folder.export)]
     assert arguments[arguments.index("--speculative-num-steps") + 1] == "3"
     export(target, run.folder.export, (1,), seed=2)
@@ -439,7 +472,7 @@ def test_a_served_text_that_is_not_the_targets_is_compared_with_a_walk_over_itse
         sampling=sampling,
     )  # fmt: skip
     texts = tuple(tuple(one.tokens) for one in decoded)
-    walked = walk_decoded(contestants.target, contestants.draft, prompts, texts, config.lookahead)
+    walked = walk_decoded(contestants, contestants.draft, prompts, texts, config.lookahead)
     assert [counts[-1] for counts in walked] == [one.counts for one in decoded]
     served = summarise([(one.counts,) for one in decoded])
     note = ServedResult(lookahead=config.lookahead, acceptance=served, texts=texts, note="elsewhere")

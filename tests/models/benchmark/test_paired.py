@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from models.benchmark.bootstrap import length_interval
-from models.benchmark.paired import paired_difference
+from models.benchmark.paired import length_interval, paired_difference
 
 RECORDS = Path(__file__).parents[3] / "benchmarks" / "results" / "gate_records.json"
 CONVERSATION = st.tuples(st.integers(0, 40), st.integers(0, 200)).map(lambda it: (float(it[0] + it[1]), float(it[0])))
@@ -134,11 +133,16 @@ def test_one_conversation_is_refused():
         paired_difference(np.array([[3.0, 2.0]]), np.array([[2.0, 2.0]]))
 
 
-def test_the_interval_of_one_length_covers_it():
-    rng, trials = np.random.default_rng(5), 300
+@pytest.mark.parametrize("texts", [2, 4, 60])
+def test_the_interval_of_one_length_covers_it(texts: int):
+    rng, trials = np.random.default_rng(5), 1000
     covered = 0
-    for trial in range(trials):
-        steps = rng.integers(10, 40, 60)
-        low, high = length_interval(np.stack([rng.poisson(steps * 2.0), steps], 1), 300, trial)
+    for _ in range(trials):
+        steps = rng.integers(10, 40, texts)
+        low, high = length_interval(np.stack([rng.poisson(steps * 2.0), steps], 1)) or (0.0, 0.0)
         covered += low <= 2.0 <= high
-    assert covered / trials == pytest.approx(0.95, abs=0.05)
+    assert covered / trials == pytest.approx(0.95, abs=0.03)
+
+
+def test_one_text_has_no_interval():
+    assert length_interval(np.array([[11.0, 6.0]])) is None

@@ -42,6 +42,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 ACCEPTED = (4, 0, 2, 3)
 """Draft tokens accepted in each verification step, at lookahead 4."""
 
+NEVER = frozenset[int]()
+
 Watched = Callable[..., Answer]
 
 
@@ -75,33 +77,42 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def test_steps_that_came_one_by_one_are_counted_in_order(watched: Watched) -> None:
-    assert counts_of(watched(1, 6, 7, 10, 14, **counters(ACCEPTED)), 4) == AcceptedCounts(4, ACCEPTED)
+    assert counts_of(watched(1, 6, 7, 10, 14, **counters(ACCEPTED)), 4, NEVER) == AcceptedCounts(4, ACCEPTED)
 
 
 @pytest.mark.parametrize("ends", [(1, 7, 14), (10, 14), (14,)])
 def test_coalesced_steps_are_counted_by_the_engine(watched: Watched, ends: tuple[int, ...]) -> None:
-    counted = counts_of(watched(*ends, **counters(ACCEPTED)), 4)
+    counted = counts_of(watched(*ends, **counters(ACCEPTED)), 4, NEVER)
     assert counted == AcceptedCounts(4, tuple(sorted(ACCEPTED)))
     assert summarise([(counted,)]) == summarise([(AcceptedCounts(4, ACCEPTED),)])
 
 
 def test_of_coalesced_steps_the_one_that_the_end_cut_is_left_out(watched: Watched) -> None:
     # The last step accepted three, and the text ended with the second of them.
-    assert counts_of(watched(1, 7, 10, 12, **counters(ACCEPTED)), 4) == AcceptedCounts(4, (0, 2, 4), cut=1)
+    assert counts_of(watched(1, 7, 10, 12, **counters(ACCEPTED)), 4, NEVER) == AcceptedCounts(4, (0, 2, 4), cut=1)
+
+
+@pytest.mark.parametrize("ends", [(1, 6, 7, 10, 12), (1, 7, 10, 12)])
+def test_a_step_that_the_end_of_the_text_closes_counts_with_what_it_emitted(
+    watched: Watched, ends: tuple[int, ...]
+) -> None:
+    counted = counts_of(watched(*ends, **counters(ACCEPTED)), 4, frozenset({7}))
+    assert (sorted(counted.accepted), counted.cut, counted.ended) == ([0, 2, 4], 0, 2)
+    assert (counted.tokens, counted.steps) == (11, 4), "as the engine counts them"
 
 
 def test_where_the_last_message_holds_several_steps_the_longest_that_fits_is_the_cut_one(watched: Watched) -> None:
-    assert counts_of(watched(1, 7, 12, **counters(ACCEPTED)), 4) == AcceptedCounts(4, (0, 2, 3), cut=1)
+    assert counts_of(watched(1, 7, 12, **counters(ACCEPTED)), 4, NEVER) == AcceptedCounts(4, (0, 2, 3), cut=1)
 
 
 def test_an_answer_that_the_prefill_ended_has_no_steps(watched: Watched) -> None:
-    assert counts_of(watched(1), 4) == AcceptedCounts(4, ())
+    assert counts_of(watched(1), 4, NEVER) == AcceptedCounts(4, ())
 
 
 def test_counters_that_contradict_each_other_are_refused(watched: Watched) -> None:
     wrong = counters(ACCEPTED) | {"spec_num_correct_drafts": 8}
     with pytest.raises(Refusal, match="contradict"):
-        counts_of(watched(1, 14, **wrong), 4)
+        counts_of(watched(1, 14, **wrong), 4, NEVER)
 
 
 @pytest.mark.parametrize(("gpus", "generators", "ranks"), [(3, 3, 1), (6, 3, 2), (4, 1, 4), (0, 1, 1)])

@@ -75,9 +75,10 @@ class CorruptedOracle(TextByText):
         wrong = torch.rand(1, generator=generator).item() < self.error_share
         return (token + 1) % VOCABULARY if wrong else token
 
-    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int) -> Tensor:
+    def rollout(self, tokens: Tensor, aux: Tensor, lookahead: int, first: int = 0) -> Tensor:
         assert len(aux) == len(tokens) - 1
-        return torch.stack([self.propose(tokens[: row + 2], aux[: row + 1], lookahead) for row in range(len(aux))])
+        rows = range(first, len(aux))
+        return torch.stack([self.propose(tokens[: row + 2], aux[: row + 1], lookahead) for row in rows])
 
 
 def path_to(grown: Growing, node: int) -> list[int]:

@@ -16,6 +16,14 @@ def test_ratio_of_sums_by_hand():
     assert by_position(counts, 3) == (4 / 6, 3 / 4, 1 / 3)
 
 
+def test_short_answers_count_to_their_end():
+    """`safe<eos>`: a step that accepts the end emits one token, as one that refuses it; the rate tells them apart."""
+    right, wrong = AcceptedCounts(4, (), ended=1), AcceptedCounts(4, (0,))
+    assert summarise([(right,)] * 9 + [(wrong,)]).length == {4: 1.0}
+    assert by_position([right] * 9 + [wrong], 4) == (0.9, None, None, None)
+    assert acceptance_length([right]) == 1.0
+
+
 def test_length_follows_from_the_rates():
     counts = [AcceptedCounts(3, (3, 0, 1, 2, 2, 3, 0))]
     first, second, third = by_position(counts, 3)
@@ -39,6 +47,14 @@ def test_summary_by_lookahead_survives_json():
     assert summary.steps == {1: 3, 2: 3}
     assert summary.by_position == (2 / 3, 1 / 2)
     assert type(summary).model_validate_json(summary.model_dump_json()) == summary
+
+
+def test_ordinary_text_of_any_length_is_not_repetitive():
+    """Distinct tokens grow ever more slowly: of the whole text a tenth is distinct, of any part of it most."""
+    text = [token for part in range(64) for token in (*range(100), *range(100 + part, 128 + part))]
+    assert len(set(text)) / len(text) < 0.1
+    assert distinct_token_share([text]) == 1
+    assert distinct_token_share([list(range(20)) * 50]) == pytest.approx(20 / 128, abs=0.01)
 
 
 def test_distinct_token_share():

@@ -17,6 +17,7 @@ from models.decoding.speculative import Conversation, decode_together, speculate
 from models.decoding.stopwatch import Stopwatch
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
+from models.drafts.cache import LEAST
 from models.drafts.sampling import GREEDY, Sampling
 from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree
 from models.targets.model import TargetModel
@@ -68,7 +69,8 @@ def test_lossless_whatever_is_proposed(llama, oracle, *, seed, error_share, batc
     for decoded, prompt in zip(speculate_together(target, source, prompts, shape, most, ends), prompts, strict=True):
         assert list(decoded.tokens) == continue_greedily(target, prompt, most, ends)
         whole = decoded.counts.tokens + 1 == len(decoded.tokens)
-        assert whole or decoded.counts.cut, "every token but the prefill's comes from a step that is counted"
+        cut = decoded.counts.cut and decoded.tokens[-1] not in ends
+        assert whole or cut, "every token but the prefill's comes from a step that is counted"
 
 
 @pytest.mark.parametrize("source", [PromptLookup(), TokenRecycling(), SuffixDecoding()])
@@ -155,6 +157,16 @@ def test_kept_columns_are_those_of_a_plain_cache(gemma):
             assert torch.allclose(layer.stored.values[row, :, : len(text)], own.values[0], atol=1e-4)
 
 
+def test_a_cache_holds_little_more_than_its_texts(llama):
+    starts = [prefill(llama(3), [row] * 400) for row in range(2)]
+    batch, nothing = TargetBatch(llama(3), starts), Tree(Proposals(torch.empty(0, dtype=torch.long), None), ())
+    for _ in range(200):
+        batch.verify(*batch.place([1, 2], [nothing] * 2), [nothing] * 2)
+        batch.keep([(0,)] * 2)
+        assert all(layer.stored.keys.shape[2] <= batch.lengths[0] + LEAST for layer in batch.layers)
+    assert all(layer.keys is None for start in starts for layer in start.cache.layers), "nobody reads them any more"
+
+
 def test_the_stopwatch_sees_every_part(llama):
     target, watch = llama(3), Stopwatch(torch.device("cpu"))
     found = speculate_together(target, TokenRecycling(), ragged(4), 3, 12, NEVER, watch=watch)
@@ -188,5 +200,5 @@ def test_the_tiny_target(tiny_target, batch):
         if isinstance(shape, int):
             for prompt, decoded in zip(prompts, found, strict=True):
                 (read,) = read_texts(target, [[*prompt, *decoded.tokens]], candidates=8)
-                walked = simulate(source, prompt, decoded.tokens, read.aux, shape, read.likeliest)
+                walked = simulate(source, prompt, decoded.tokens, read.aux, shape, read.likeliest, eos_ids=ends)
                 assert decoded.counts == walked[shape - 1]

@@ -11,8 +11,9 @@ class Fixed(TextByText):
     def __init__(self, rows: list[list[int]]):
         self.rows = torch.tensor(rows)
 
-    def rollout(self, tokens, aux, lookahead):
-        return self.rows[:, :lookahead]
+    def rollout(self, tokens, aux, lookahead, first=0):
+        assert first == 1, "of a prompt of two tokens nothing is proposed"
+        return self.rows[first:, :lookahead]
 
 
 def test_by_hand():
@@ -29,7 +30,7 @@ def test_by_hand():
         [0, 0, 0],
     ]
     prompt, continuation = [10, 11], [20, 21, 22, 23, 24, 25, 26, 27]
-    one, two, three = simulate(Fixed(rows), prompt, continuation, torch.empty(9, 0), 3)
+    one, two, three = simulate(Fixed(rows), prompt, continuation, torch.empty(9, 0), 3, eos_ids=frozenset())
     assert three == AcceptedCounts(3, (2, 0), cut=1)
     assert (three.tokens, three.steps) == (4, 2)
     assert [three.at_position(place) for place in (1, 2, 3)] == [(1, 2), (1, 1), (0, 1)]
@@ -38,7 +39,16 @@ def test_by_hand():
     assert [two.at_position(place) for place in (1, 2)] == [(2, 3), (2, 2)]
     # Lookahead 1: after 20 one + 22; after 22 none + 23; after 23 none + 24; after 24 one + 26; after 26 none + 27.
     assert one == AcceptedCounts(1, (1, 0, 0, 1, 0))
+    # Where 27 ends the text, the last step of lookahead 3 emits three tokens, and 27 closes the other two as before.
+    ended = simulate(Fixed(rows), prompt, continuation, torch.empty(9, 0), 3, eos_ids=frozenset({27}))
+    assert ended == (one, two, AcceptedCounts(3, (2, 0), ended=3))
+    assert (ended[2].tokens, ended[2].steps) == (7, 3)
+    assert [ended[2].at_position(place) for place in (1, 2, 3)] == [(2, 3), (2, 2), (1, 2)]
+    assert ended[2].as_served(7) == (7, 3)
 
 
 def test_a_text_of_one_token_has_no_steps():
-    assert simulate(Fixed([[0, 0]]), [1], [2], torch.empty(1, 0), 2) == (AcceptedCounts(1, ()), AcceptedCounts(2, ()))
+    assert simulate(Fixed([[0, 0]]), [1], [2], torch.empty(1, 0), 2, eos_ids=frozenset({2})) == (
+        AcceptedCounts(1, ()),
+        AcceptedCounts(2, ()),
+    )

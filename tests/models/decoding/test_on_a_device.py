@@ -74,12 +74,12 @@ def test_writes_the_same(request, llama, kind, name, shape, temperature):
 def test_simulates_the_same(llama, name):
     target, draft = llama(3), make_source(name)
     text = continue_batch(target, PROMPTS[:1], 9, NEVER)[0]
-    expected = simulate(draft, PROMPTS[0], text, features(target, [*PROMPTS[0], *text]), 3)
+    expected = simulate(draft, PROMPTS[0], text, features(target, [*PROMPTS[0], *text]), 3, eos_ids=NEVER)
     with emulated_device():
         there = moved(target)
         assert continue_batch(there, PROMPTS[:1], 9, NEVER)[0] == text
         aux = features(there, [*PROMPTS[0], *text])
-        assert simulate(draft.to(DEVICE), PROMPTS[0], text, aux, 3) == expected
+        assert simulate(draft.to(DEVICE), PROMPTS[0], text, aux, 3, eos_ids=NEVER) == expected
 
 
 def test_an_exact_target_on_the_cpu_judges_one_on_a_device(llama):

@@ -35,6 +35,7 @@ def test_rollout_equals_a_search_and_equals_the_proposer(text, lookahead):
     source = PromptLookup()
     rows = source.rollout(torch.tensor(text), torch.empty(len(text) - 1, 0), lookahead)
     assert rows.tolist() == [slow_lookup(text[: row + 2], lookahead) for row in range(len(text) - 1)]
+    assert torch.equal(source.rollout(torch.tensor(text), NOTHING, lookahead, len(text) // 2), rows[len(text) // 2 :])
     proposer = source.proposers(1)
     for row in range(0, len(text) - 1, 3):
         expected = [token for token in rows[row].tolist() if token != NO_PROPOSAL]

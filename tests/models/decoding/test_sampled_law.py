@@ -266,10 +266,13 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-@pytest.mark.parametrize("rule", [ALL, pytest.param(NUCLEUS, marks=pytest.mark.long)])
-def test_three_tokens_follow_the_target(target, rule):
+@pytest.mark.parametrize(
+    ("rule", "draws"),
+    [(ALL, FEWER), *[pytest.param(rule, DRAWS, marks=pytest.mark.long) for rule in (ALL, NUCLEUS)]],
+)
+def test_three_tokens_follow_the_target(target, rule, draws):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
-    assert p_value(draw(target, Disagreeing(target), sampling, DRAWS), target.law(*rule)) >= REJECTED
+    assert p_value(draw(target, Disagreeing(target), sampling, draws), target.law(*rule)) >= REJECTED
 
 
 @pytest.mark.parametrize(
@@ -415,9 +418,20 @@ def block_draft(method: str) -> Draft:
     return draft
 
 
-@pytest.mark.parametrize("draws", [FEWER, pytest.param(DRAWS, marks=pytest.mark.long)])
-@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
-@pytest.mark.parametrize("method", BLOCKS)
+IN_SHORT = {("dspark", ALL), ("domino", NUCLEUS), ("dflash2", ALL)}
+
+
+@pytest.mark.parametrize(
+    ("method", "rule", "draws"),
+    [
+        pytest.param(
+            method, rule, draws, marks=() if draws == FEWER and (method, rule) in IN_SHORT else pytest.mark.long
+        )
+        for method in BLOCKS
+        for rule in (ALL, NUCLEUS)
+        for draws in (FEWER, DRAWS)
+    ],
+)
 def test_block_drafts_follow_the_target(target, method, rule, draws):
     sampling, draft = Sampling(*rule, torch.Generator().manual_seed(1)), block_draft(method)
     sources = [draft]

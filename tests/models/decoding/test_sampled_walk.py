@@ -44,13 +44,22 @@ def loaded(llama) -> Contestants:
 
 def test_by_hand():
     """A text of three tokens: half of all proposals are accepted, the last one always."""
-    one, two = expected_counts([np.array([[0.5, 1.0], [1.0, 0.0]])], 2)[0]
+    chances = [np.array([[0.5, 1.0], [1.0, 0.0]])]
+    one, two = expected_counts(chances, 2, [False])[0]
     # Lookahead 1, from the first token: rejected (half), then the end is accepted and cuts; or accepted, and closed by
     # the end. Lookahead 2: rejected, then cut; or both accepted, and cut.
     assert (one.by_accepted, one.cut) == ((0.5, 0.5), 0.5)
     assert (two.by_accepted, two.cut) == ((0.5, 0.0, 0.0), 1.0)
     assert (one.steps, one.tokens) == (1.0, 1.5)
     assert one.at_position(1) == (0.5, 1.0)
+    # Where the last token ends the text, the steps that accept it emit it, and are complete.
+    one, two = expected_counts(chances, 2, [True])[0]
+    assert (one.by_accepted, one.cut, one.ended) == ((0.5, 0.5), 0.0, (0.0, 0.5))
+    assert (one.steps, one.tokens) == (1.5, 2.0)
+    assert one.at_position(1) == (1.0, 1.5)
+    assert (two.by_accepted, two.cut, two.ended) == ((0.5, 0.0, 0.0), 0.0, (0.0, 0.5, 0.5))
+    assert two.tokens == 2.0
+    assert two.at_position(2) == (0.5, 0.5)
 
 
 def test_what_is_certain_is_walked_as_it_is_counted():
@@ -59,11 +68,13 @@ def test_what_is_certain_is_walked_as_it_is_counted():
     for text in texts:
         for row in range(len(text)):
             text[row, len(text) - row :] = 0
-    for text, walked in zip(texts, expected_counts(texts, 4), strict=True):
-        agreeing = text.cumprod(axis=1).sum(axis=1).astype(int).tolist()
-        for lookahead, counts in enumerate(walked, 1):
-            own = walk_chain(agreeing, lookahead)
-            assert (counts.steps, counts.tokens, counts.cut) == (own.steps, own.tokens, own.cut)
+    for ended in (False, True):
+        for text, walked in zip(texts, expected_counts(texts, 4, [ended] * 4), strict=True):
+            agreeing = text.cumprod(axis=1).sum(axis=1).astype(int).tolist()
+            for lookahead, counts in enumerate(walked, 1):
+                own = walk_chain(agreeing, lookahead, ended=ended)
+                assert (counts.steps, counts.tokens, counts.cut) == (own.steps, own.tokens, own.cut)
+                assert [counts.at_position(at) for at in (1, 4)] == [own.at_position(at) for at in (1, 4)]
 
 
 def test_chances_are_followed_as_draws_are():
@@ -72,8 +83,8 @@ def test_chances_are_followed_as_draws_are():
     chances = rng.random((12, 3))
     for row in range(12):
         chances[row, 12 - row :] = 0
-    drawn = [expected_counts([(rng.random((12, 3)) < chances).astype(float)], 3)[0][2] for _ in range(4000)]
-    (expected,) = (walked[2] for walked in expected_counts([chances], 3))
+    drawn = [expected_counts([(rng.random((12, 3)) < chances).astype(float)], 3, [False])[0][2] for _ in range(4000)]
+    (expected,) = (walked[2] for walked in expected_counts([chances], 3, [False]))
     mean = np.mean([counts.by_accepted for counts in drawn], axis=0)
     assert np.abs(mean - expected.by_accepted).max() < 0.06
     assert expected.tokens + expected.cut * 3 >= 12 - 3
@@ -89,10 +100,12 @@ def test_greedy_proposals_are_counted_as_by_the_rollout(loaded):
     ]
     whole, sampled = [[*prompt, *text] for prompt, text in texts], [len(text) - 1 for _, text in texts]
     readings = read_texts(loaded.target, whole, sampled=sampled, sampling=sampling)
-    together = walk_sampled(draft, readings, 5, sampling)
+    # One of the texts ends.
+    ends = frozenset({texts[1][1][-1]})
+    together = walk_sampled(draft, readings, 5, sampling, eos_ids=ends)
     for (prompt, text), reading, walked in zip(texts, readings, together, strict=True):
-        assert walked.greedy == simulate(draft, prompt, text, reading.aux, 5)
-        (alone,) = walk_sampled(draft, [reading], 5, sampling)
+        assert walked.greedy == simulate(draft, prompt, text, reading.aux, 5, eos_ids=ends)
+        (alone,) = walk_sampled(draft, [reading], 5, sampling, eos_ids=ends)
         for mine, other in zip(walked.drawn, alone.drawn, strict=True):
             assert mine.by_accepted == pytest.approx(other.by_accepted, abs=1e-5)
     assert summarise([walked.drawn for walked in together]).length[5] > 1

@@ -33,8 +33,8 @@ class Scripted(TextByText):
         found = self.script[place : place + lookahead]
         return torch.tensor(found + [NO_PROPOSAL] * (lookahead - len(found)))
 
-    def rollout(self, tokens, aux, lookahead):
-        return torch.stack([self.propose(tokens[: row + 2], aux, lookahead) for row in range(len(tokens) - 1)])
+    def rollout(self, tokens, aux, lookahead, first=0):
+        return torch.stack([self.propose(tokens[: row + 2], aux, lookahead) for row in range(first, len(tokens) - 1)])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -53,7 +53,7 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
     for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling(), SuffixDecoding()):
         decoded = speculate(target, source, prompt, lookahead, most, ends)
         assert list(decoded.tokens) == own
-        assert decoded.counts == simulate(source, prompt, own, read.aux, lookahead, read.likeliest)[lookahead - 1]
+        assert decoded.counts == simulate(source, prompt, own, read.aux, lookahead, read.likeliest, eos_ids=ends)[-1]
         # Where only the likeliest token is in the nucleus, sampling has no choice: the rejection rule must agree.
         assert decoded == speculate(target, source, prompt, lookahead, most, ends, sampling=Sampling(1.3, 1e-9))
 
@@ -66,7 +66,7 @@ def test_the_walk_over_sampled_text_accepts_as_often_as_real_decoding(llama):
     together = speculate_together(target, source, [prompt] * draws, 2, most, NEVER, sampling=sampling)
     real = [decoded.counts for decoded in together]
     texts = continue_batch(target, [prompt] * draws, most, NEVER, Sampling(1.0, 0.95, generator), batch_size=draws)
-    walked = [simulate(source, prompt, text, features(target, [*prompt, *text]), 2)[1] for text in texts]
+    walked = [simulate(source, prompt, text, features(target, [*prompt, *text]), 2, eos_ids=NEVER)[1] for text in texts]
     shares, errors = zip(*(accepted_per_step(counts) for counts in (real, walked)), strict=True)
     assert abs(shares[0] - shares[1]) < 5 * (errors[0] ** 2 + errors[1] ** 2) ** 0.5
     assert shares[0] > 10 * errors[0], "something must be accepted, or nothing is compared"
@@ -132,19 +132,19 @@ def test_steps_cut_by_the_maximum_length(llama, prompts, most, wrong, accepted, 
     assert list(decoded.tokens) == longer[:most]
     assert (decoded.counts.accepted, decoded.counts.cut) == (accepted, cut)
     aux = features(target, [*prompts[0], *longer[:most]])
-    assert simulate(source, prompts[0], longer[:most], aux, 4)[3] == decoded.counts
+    assert simulate(source, prompts[0], longer[:most], aux, 4, eos_ids=NEVER)[3] == decoded.counts
 
 
 @pytest.mark.parametrize(
-    ("place", "wrong", "accepted", "cut"),
+    ("place", "wrong", "accepted", "ended"),
     [
-        (2, set(), (), 1),  # accepted end of text: what would have followed is unknown
+        (2, set(), (), 2),  # accepted end of text: the step emits two tokens, and nothing closes it
         (5, set(), (4,), 0),  # end of text is the bonus token: the step is whole
         (2, {2}, (1,), 0),  # end of text is the correction
         (0, set(), (), 0),  # the text ends with the prefill token
     ],
 )
-def test_steps_cut_by_the_end_of_text(llama, prompts, place, wrong, accepted, cut):
+def test_a_step_that_the_end_of_text_closes_counts_with_what_it_emitted(llama, prompts, place, wrong, accepted, ended):
     seed = next(s for s in range(100) if len(set(continue_greedily(llama(s), prompts[0], 8, NEVER))) == 8)
     target = llama(seed)
     longer = continue_greedily(target, prompts[0], 12, NEVER)
@@ -152,9 +152,12 @@ def test_steps_cut_by_the_end_of_text(llama, prompts, place, wrong, accepted, cu
     source = Scripted(len(prompts[0]), longer, wrong)
     decoded = speculate(target, source, prompts[0], 4, 12, eos)
     assert list(decoded.tokens) == longer[: place + 1]
-    assert (decoded.counts.accepted, decoded.counts.cut) == (accepted, cut)
+    assert (decoded.counts.accepted, decoded.counts.cut, decoded.counts.ended) == (accepted, 0, ended)
+    assert decoded.counts.tokens == place
+    # As the last token that the maximum length allows it is the end of the text all the same.
+    assert speculate(target, source, prompts[0], 4, place + 1, eos) == decoded
     aux = features(target, [*prompts[0], *decoded.tokens])
-    assert simulate(source, prompts[0], decoded.tokens, aux, 4)[3] == decoded.counts
+    assert simulate(source, prompts[0], decoded.tokens, aux, 4, eos_ids=eos)[3] == decoded.counts
 
 
 def test_nothing_proposed_is_plain_decoding(llama, oracle, prompts):

@@ -60,6 +60,7 @@ def test_rollout_equals_a_slow_tree_and_equals_the_proposer(text, log, lookahead
     rows = source.rollout(torch.tensor(text), torch.empty(len(text) - 1, 0), lookahead).tolist()
     slow = [slow_proposal(text[: row + 2], log)[:lookahead] for row in range(len(text) - 1)]
     assert rows == [each + [NO_PROPOSAL] * (lookahead - len(each)) for each in slow]
+    assert source.rollout(torch.tensor(text), NOTHING, lookahead, len(text) // 2).tolist() == rows[len(text) // 2 :]
     proposer = source.proposers(1)
     for row in range(0, len(text) - 1, 3):
         turn = Turn(text[: row + 2], NOTHING, lookahead, GREEDY)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from models.config.eagle3 import Eagle3Config
+from models.decoding.acceptance import AcceptedCounts
 from models.decoding.simulated import read_texts
 from models.decoding.speculative import speculate, speculate_together
 from models.decoding.tree_walk import ranks_of_texts, walk_tree
 from models.drafts.base import Draft
 from models.drafts.registry import build_draft
-from models.drafts.trees import DynamicTree
+from models.drafts.trees import ABSENT, DynamicTree
 from models.drafts.vocabulary import DraftVocabulary
 
 VOCABULARY, KNOWN, NEW, DEPTH = 24, 16, 24, 4
@@ -39,15 +40,21 @@ def test_it_counts_as_real_decoding_does(llama, draft, topk):
         shape = DynamicTree(depth, topk, tokens)
         together = speculate_together(target, draft, prompts, shape, NEW, NEVER)
         for prompt, of_text, real in zip(prompts, ranks, together, strict=True):
-            assert walk_tree(of_text, depth, tokens) == real.counts
+            assert walk_tree(of_text, depth, tokens, ended=False) == real.counts
             assert speculate(target, draft, prompt, shape, NEW, NEVER) == real
             accepted += sum(real.counts.accepted)
     assert accepted > 20
+
+
+def test_a_step_that_accepts_the_end_of_a_text_is_complete():
+    ranks = torch.tensor([[[0, ABSENT], [0, ABSENT]]])
+    assert walk_tree(ranks, 2, 3, ended=True) == AcceptedCounts(2, (), ended=1)
+    assert walk_tree(ranks, 2, 3, ended=False) == AcceptedCounts(2, (), cut=1)
 
 
 def test_a_text_of_its_first_token_has_no_step(llama, draft):
     target = llama(21, VOCABULARY)
     for texts, own in [([[3, 1]], [1]), ([[3, 1], [2, 4, 1, 5, 3]], [1, 4])]:
         first, *others = ranks_of_texts(draft, read_texts(target, texts), own, 2, 3)  # type: ignore[arg-type]
-        assert walk_tree(first, 3, 5).steps == 0
+        assert walk_tree(first, 3, 5, ended=True).steps == 0
         assert [len(ranks) for ranks in others] == [count - 1 for count in own[1:]]

@@ -8,7 +8,7 @@ import pytest
 from models.benchmark.conditions import sampled_law
 from models.config.benchmark import BenchmarkConfig
 from models.drafts.sampling import Sampling
-from models.targets.recommended import recommended_sampling
+from models.targets.recommended import left_out, recommended_sampling
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,19 @@ def test_what_the_file_does_not_name_leaves_nothing_out(tmp_path: Path, found: d
     if found is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(found))
     assert recommended_sampling(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ({"repetition_penalty": 1.05, "min_p": 0.1}, True),
+        ({"repetition_penalty": 1.0, "min_p": 0.1}, False),
+        ({}, False),
+    ],
+)
+def test_a_repetition_penalty_is_told_of(tmp_path: Path, found: dict, named: bool) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(found))
+    assert ("1.05" in (left_out(tmp_path) or "")) == named
 
 
 def test_a_recipe_s_own_figures_come_first() -> None:

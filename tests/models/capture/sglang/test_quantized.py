@@ -19,6 +19,7 @@ from models.config.target import TargetConfig
 from models.drafts.registry import build_draft
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.served_target import read_served_target
+from models.export.serving_settings import SERVING, SGLANG
 from models.export.sglang import write_export
 from models.run import PreparedRun
 from models.targets.prepare import prepare_target
@@ -92,6 +93,7 @@ def test_a_target_in_fp8_is_captured_and_counted_as_it_is_served(
     log = (run.folder.logs / "sglang-serving-draft.log").read_text()
     assert "'_speculative_draft_quantization_explicitly_set': True" in log
     assert "--speculative-draft-model-quantization unquant" in (run.folder.export / "README.md").read_text()
+    assert '"unquant"' in (run.folder.export / SERVING / SGLANG).read_text()
 
     with pytest.raises(Refusal, match=r"is quantized \(fp8 32x32\).*counted by SGLang"):
         load_contestants(Path(run.target.path), [run.folder.export], torch.float32)

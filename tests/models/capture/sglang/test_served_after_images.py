@@ -55,7 +55,7 @@ def test_steps_after_an_image_are_those_of_the_walk(
     draft = learned_by_heart(run, samples)
     expected = [walk(draft, text, media) for text in texts]
     assert acceptance_length(expected) > 1.3
-    blind = [simulate(draft, t.prompt, t.continuation, t.aux, LOOKAHEAD)[-1] for t in texts]
+    blind = [simulate(draft, t.prompt, t.continuation, t.aux, LOOKAHEAD, eos_ids=frozenset())[-1] for t in texts]
     assert [sorted(one.accepted) for one in blind] != [sorted(one.accepted) for one in expected]
     write_export(draft, tmp_path / "export", {}, read_served_target(Path(target.path)))
     with replace(setup_of(run), max_new_tokens=WORDS).serving(tmp_path / "export", LOOKAHEAD) as client:
@@ -64,4 +64,4 @@ def test_steps_after_an_image_are_those_of_the_walk(
             answer = client.generate(asked, setup_of(run).greedy, in_steps=True, **more)
             assert answer.tokens == list(text.continuation)
             # The server may send steps together: their order is lost then.
-            assert sorted(counts_of(answer, LOOKAHEAD).accepted) == sorted(counts.accepted)
+            assert sorted(counts_of(answer, LOOKAHEAD, frozenset()).accepted) == sorted(counts.accepted)
