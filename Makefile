@@ -51,16 +51,16 @@ ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))
 
-# Our own code is compiled once too: the tests start hundreds of processes.
-PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+# Our own code is compiled once too: the tests start hundreds of processes. They wait for these a fifth of the time, so
+# three groups of tests at a time keep two cores busy.
+PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready
 	$(PYTEST) -m "not slow and not long and not registry" --durations=40
 
-# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores. They wait for
-# processes that they start a fifth of the time, so three of them keep two cores busy.
+# Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -n 3 -m "slow and not long" --verbose --durations=30
+	$(PYTEST) -m "slow and not long" --verbose --durations=30
 
 # Further cases of what the slow tests prove, for releases: about as long again.
 test-long: $(VENV)/.ready $(SGLANG)/.test-ready

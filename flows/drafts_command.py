@@ -14,7 +14,7 @@ from infra.network.health import public
 from infra.network.ports import HOST
 from infra.quantities import plural
 from infra.refusal import Refusal
-from infra.settings import prefect_api_url, tracking_uri
+from infra.settings import check_home_folder, prefect_api_url, tracking_uri
 from infra.user import user_name
 
 if TYPE_CHECKING:
@@ -26,8 +26,10 @@ drafts = typer.Typer(help="List, promote and roll back registered drafts.", no_a
 @drafts.callback()
 def check_registry() -> None:
     """List, promote and roll back registered drafts."""
-    from infra.tracking.client import check_answers
+    check_home_folder()
+    from infra.tracking.client import check_answers, give_up_soon
 
+    give_up_soon()
     check_answers(tracking_uri())
 
 

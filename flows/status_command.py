@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infra.files.lines import last_object
-from infra.files.locks import LockHeldError, hold
 from infra.files.run_folder import RunFolder, newest_runs
 from infra.quantities import duration, plural
 from infra.redaction import redacted
 from infra.refusal import Refusal, first_line
-from infra.settings import runs_folder, tracking_uri
+from infra.settings import check_home_folder, runs_folder
+from infra.terminal import visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +49,7 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
+    from infra.run.ownership import is_owned
     from models.config.recipe import read_config
 
     folder = RunFolder(find_run(run))
@@ -60,14 +61,13 @@ def status(
     with suppress(KeyboardInterrupt), Live(_page(folder, config), console=console, auto_refresh=False) as shown:
         owned = True
         while owned:
-            owned = is_owned(folder)
+            owned = is_owned(folder, wait_s=0)
             shown.update(_page(folder, config), refresh=True)
             time.sleep(WATCH_S if owned else 0)
 
 
 def _page(folder: RunFolder, config: "RunConfig") -> "Table":
-    """All lines. Raises Refusal for files that are damaged."""
-    from pydantic import ValidationError
+    """All lines. Raises Refusal for a ledger that is damaged or away."""
     from rich.table import Table
     from sqlalchemy.exc import SQLAlchemyError
 
@@ -76,19 +76,14 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
     table.add_column()
     try:
         for name, text in describe(folder, config):
-            table.add_row(name, str(redacted(text)))
+            table.add_row(name, visible(redacted(text)))
     except (SQLAlchemyError, sqlite3.DatabaseError, Refusal) as error:
         where, why = config.ledger.url or folder.ledger_file, first_line(error)
         told = f"the ledger {where} is damaged or does not answer ({why}): restore it, or try again"
         refusal = error if isinstance(error, Refusal) else Refusal(told)
         if not folder.failure.is_file():
             raise refusal from error
-        table.add_row("ledger", str(redacted(str(refusal))))  # perhaps why the run failed, which is shown above
-    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError, KeyError, IsADirectoryError) as error:
-        why = first_line(error)
-        raise Refusal(
-            f"a file of {folder.path} is damaged ({type(error).__name__}: {why}): restore it, or start a new run"
-        ) from error
+        table.add_row("ledger", visible(str(refusal)))  # perhaps why the run failed, which is shown above
     return table
 
 
@@ -111,20 +106,23 @@ def find_run(run: str | None) -> Path:
 def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
     """Name and text of every line."""
     from infra.ledger.ledger import Ledger
+    from infra.run.ownership import is_owned
 
-    owned = is_owned(folder)
+    owned = is_owned(folder, wait_s=0)
     stage = stage_of(folder)
     yield "run", folder.name
     yield "state", _state(folder, stage, owned)
     if stage == "finished":
-        yield from _verdict(folder, config)
+        yield from _readable("draft", _verdict(folder))
     elif not owned and folder.failure.is_file():
-        yield "error", folder.failure.read_text().strip()
+        yield "error", folder.failure.read_text(errors="replace").strip()
     if config.ledger.url or folder.ledger_file.is_file():
         with Ledger.open(config.ledger.url or folder.ledger_url, folder.name) as ledger:
             yield from _samples(ledger, folder, owned)
-            yield from _training(folder, config, last_object(folder.metrics))
-            yield from _generators(folder, config)
+            if last := last_object(folder.metrics):
+                yield from _readable("training", _training(folder, config, last))
+                yield from _readable("bottleneck", _bottleneck(folder, last))
+            yield from _readable("generators", _generators(folder, config))
             if owned and stage == "training" and (quiet := _quiet_s(folder, ledger)) > QUIET_S:
                 from infra.data_plane.watch import blame
 
@@ -132,15 +130,14 @@ def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
     yield "files", str(folder.path)
 
 
-def is_owned(folder: RunFolder) -> bool:
-    """Whether a process runs the run now."""
-    if not folder.run_lock.exists():
-        return False
+def _readable(name: str, lines: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """The lines; the rest is one line that says why where their file is missing, damaged or of another version."""
     try:
-        with hold(folder.run_lock):
-            return False
-    except LockHeldError:
-        return True
+        yield from lines
+    except KeyError as error:
+        yield name, f"not shown: written without {error} by another version of Draftsmith"
+    except (OSError, ValueError, TypeError) as error:
+        yield name, f"not shown: {first_line(error)}"
 
 
 def stage_of(folder: RunFolder) -> str:
@@ -159,6 +156,8 @@ def stage_of(folder: RunFolder) -> str:
 def _state(folder: RunFolder, stage: str, owned: bool) -> str:
     if stage == "finished" or owned:
         return stage
+    if not folder.config.is_file():
+        return "removed"
     again = f"draftsmith retrain --resume {_as_argument(folder)}"
     if folder.failure.is_file():
         return f"failed while {stage}; once the cause is gone, resume it with: {again}"
@@ -170,14 +169,14 @@ def _as_argument(folder: RunFolder) -> str:
     return shlex.quote(folder.name if folder.path == runs_folder() / folder.name else str(folder.path))
 
 
-def _verdict(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:
+def _verdict(folder: RunFolder) -> Iterator[tuple[str, str]]:
     from infra.records.acceptance import BenchmarkResult
     from infra.records.benchmark_text import text_of
     from tasks.report.meaning import answer
 
     result: BenchmarkResult = BenchmarkResult.read(folder.benchmark)
     draft = json.loads(folder.report.read_text())["draft"]
-    alias = _alias(config, draft["name"], draft["version"])
+    alias = _alias(folder, draft["name"], draft["version"])
     named = f"version {draft['version']} of {draft['name']}" + (f" ({alias})" if alias else "")
     at = result.conditions.lookahead
     yield "draft", f"{named}, acceptance length {result.length:.2f} at lookahead {at} on {text_of(result)}"
@@ -185,18 +184,26 @@ def _verdict(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]
     yield "report", str(folder.report_page)
 
 
-def _alias(config: "RunConfig", draft: str, version: int) -> str:
-    """The version's present aliases, which may have changed since the run ended."""
-    uri = config.tracking.uri or tracking_uri()
-    from infra.tracking.client import why_silent
+def _alias(folder: RunFolder, draft: str, version: int) -> str:
+    """The version's present aliases in the run's MLflow, which may have changed since the run ended."""
+    check_home_folder()
+    from infra.tracking.client import REGISTRY_ERRORS, give_up_soon, why_silent
     from infra.tracking.registry import list_drafts
+    from infra.tracking.runs import TrackedRun
 
-    if uri.startswith("http") and why_silent(uri, REGISTRY_S):
-        return "MLflow does not answer: what serves is not known"
-    found = [one for one in list_drafts(uri, draft) if one.version == version]
-    if not found:
-        return "no longer registered"
-    return ", ".join(found[0].aliases) or _decided(uri, draft, version)
+    uri = TrackedRun.read(folder.tracking).uri
+    silent = f"MLflow at {uri} does not answer: what serves is not known"
+    file = Path(uri.removeprefix("sqlite:///"))
+    if why_silent(uri, REGISTRY_S) if uri.startswith("http") else uri.startswith("sqlite") and not file.is_file():
+        return silent
+    give_up_soon()
+    try:
+        found = [one for one in list_drafts(uri, draft) if one.version == version]
+        if not found:
+            return "no longer registered"
+        return ", ".join(found[0].aliases) or _decided(uri, draft, version)
+    except REGISTRY_ERRORS:
+        return silent
 
 
 def _decided(uri: str, draft: str, version: int) -> str:
@@ -223,15 +230,7 @@ def _samples(ledger: "Ledger", folder: RunFolder, owned: bool) -> Iterator[tuple
     told = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     yield "samples", f"{_bar(states, ended)} {states.total:,}: {told}"
     if folder.sharing.is_file():
-        from infra.ledger.rounds import trainer_has_turn
-        from infra.records.sharing import read_sharing
-
-        sharing = read_sharing(folder)
-        if sharing.mode == "alternate":
-            yield "turn", "training" if trainer_has_turn(ledger) else "capture"
-        if owned and not ended:
-            held, budget = (nbytes / 2**20 for nbytes in (states.bytes_held, sharing.budget_bytes))
-            yield "on their way", f"{held:.0f} of {budget:.0f} MiB between capture and training"
+        yield from _readable("on their way", _on_their_way(ledger, folder, states.bytes_held, owned and not ended))
     if states.attempts:
         yield "failures", plural(states.attempts, "capture failure")
     bad = ledger.quarantined()
@@ -241,19 +240,27 @@ def _samples(ledger: "Ledger", folder: RunFolder, owned: bool) -> Iterator[tuple
         yield "", f"and {len(bad) - LISTED} more"
 
 
+def _on_their_way(ledger: "Ledger", folder: RunFolder, nbytes: int, moving: bool) -> Iterator[tuple[str, str]]:
+    from infra.ledger.rounds import trainer_has_turn
+    from infra.records.sharing import read_sharing
+
+    sharing = read_sharing(folder)
+    if sharing.mode == "alternate":
+        yield "turn", "training" if trainer_has_turn(ledger) else "capture"
+    if moving:
+        held, budget = nbytes / 2**20, sharing.budget_bytes / 2**20
+        yield "on their way", f"{held:.0f} of {budget:.0f} MiB between capture and training"
+
+
 def _bar(states: "SampleProgress", ended: bool) -> str:
     done = round(BAR * (states.consumed + states.quarantined) / states.total)
     moving = 0 if ended else round(BAR * (states.taken + states.ready + states.leased) / states.total)
     return "█" * done + "▒" * min(moving, BAR - done) + "░" * max(0, BAR - done - moving)
 
 
-def _training(folder: RunFolder, config: "RunConfig", last: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
-    from infra.data_plane.bottleneck import in_words
-    from infra.planner.plan import comparison, read_plan
-    from infra.records.data_path import SamplesRecord, SideRates
+def _training(folder: RunFolder, config: "RunConfig", last: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from infra.records.data_path import SamplesRecord
 
-    if last is None:
-        return
     samples: SamplesRecord = SamplesRecord.read(folder.samples)
     total = config.training.total_steps(samples.train_samples)
     rates = " ".join(f"{rate:.2f}" for rate in last["acceptance_by_position"])
@@ -264,11 +271,20 @@ def _training(folder: RunFolder, config: "RunConfig", last: dict[str, Any] | Non
         f"step {last['step']:,} of {total:,}, loss {last['loss']:.3f}, acceptance by position {rates}, "
         f"{last['tokens_per_s']:,.0f} tokens/s{rest}",
     )
+
+
+def _bottleneck(folder: RunFolder, last: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from infra.data_plane.bottleneck import in_words
+    from infra.planner.plan import comparison, read_plan
+    from infra.records.data_path import SideRates
+
     rates = SideRates.model_validate(last["rates"])
     yield "bottleneck", in_words(rates)
     if plan := read_plan(folder.plan):
         for name, text in comparison(plan, rates).items():
             yield f"plan, {name}", text
+    elif folder.plan.is_file():
+        yield "plan", f"not compared: {folder.plan} is damaged, or of another version of Draftsmith"
 
 
 def _generators(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:

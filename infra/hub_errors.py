@@ -36,8 +36,8 @@ def hub_refusals(
         yield
     except LocalEntryNotFoundError as error:
         raise Refusal(
-            f"{place}: {name} is not in the Hugging Face cache, and the Hub cannot be reached: check the network, or "
-            f"{offline}"
+            f"{place}: {name} is not in the Hugging Face cache, and the Hub cannot be reached: check network and "
+            f"proxy, or {offline}"
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise Refusal(

@@ -262,7 +262,7 @@ def prefect_home() -> Path:
 
 
 def check_home_folder() -> None:
-    """Raise Refusal where this user has no home folder: Prefect's library does not load then, whatever is set."""
+    """Raise Refusal where this user has no home folder: neither Prefect's nor MLflow's library loads then."""
     try:
         Path.home()
     except RuntimeError as error:

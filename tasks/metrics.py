@@ -4,8 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
@@ -72,6 +73,12 @@ def kept(rows: Rows, keep_s: float = KEEP_S) -> Rows:
     return read
 
 
+class _Server(ThreadingMixIn, WSGIServer):
+    """Ends while answers still wait for the registry."""
+
+    daemon_threads = True
+
+
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Prometheus asks every few seconds."""
@@ -92,7 +99,7 @@ def serving_metrics(host: str, port: int, rows: Rows = read_drafts) -> Iterator[
         return [page_of(read()).encode() if known else b"/ or /metrics"]
 
     try:
-        server = make_server(host, port, answer, handler_class=_Quiet)
+        server = make_server(host, port, answer, _Server, _Quiet)
     except OSError as error:
         raise Refusal(f"{host}:{port} cannot be listened at ({error.strerror}): choose another --port") from error
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,11 +1,14 @@
 """All drafts at a glance: what serves, what it accepts, what runs next, and what needs a person."""
 
+import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 from prefect.artifacts import create_markdown_artifact
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
@@ -16,6 +19,7 @@ from infra.drift.traffic import Series, TrafficRecord, mean_length
 from infra.network.health import public
 from infra.quantities import duration, plural, signed
 from infra.records.acceptance import RegisteredDraft
+from infra.refusal import first_line
 from infra.settings import prefect_api_url, tracking_uri
 from infra.templates import render
 from infra.tracking.registry import (
@@ -233,11 +237,19 @@ def _told(run: FlowRun, now: float) -> str:
 
 
 def _known_to_prefect(drafts: Sequence[str]) -> tuple[dict[str, FlowRuns], dict[str, str | None]]:
-    """Flow runs of each draft, and where the traffic of each watched one is kept; both empty without a server."""
-    if not drafts or prefect_api_url() is None:
+    """Flow runs of each draft, and where the traffic of each watched one is kept; both empty without a server, and
+    where that is away or denies, which is said on stderr."""
+    if not drafts or (url := prefect_api_url()) is None:
         return {}, {}
-    with get_client(sync_client=True) as client:
-        return runs_of(client, drafts), watch_folders(client)
+    try:
+        with get_client(sync_client=True) as client:
+            return runs_of(client, drafts), watch_folders(client)
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        answer = error.response if isinstance(error, httpx.HTTPStatusError) else None
+        why = f"{answer.status_code} {answer.reason_phrase}" if answer else first_line(error)
+        said = f"Prefect at {public(url)} does not tell of its runs ({why}): they are shown as unknown"
+        print(said, file=sys.stderr, flush=True)
+        return {}, {}
 
 
 def runs_of(client: SyncPrefectClient, drafts: Sequence[str]) -> dict[str, FlowRuns]:

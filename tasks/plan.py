@@ -367,7 +367,7 @@ def _lengths(config: RunConfig, record: SamplesRecord | None, assumed: list[str]
 
 def _look_into(source: str) -> tuple[int, int]:
     """Lines of a local .jsonl and tokens of each, told by its beginning; zeros for anything else."""
-    file = Path(source)
+    file = expanded("data.source", source)
     if file.suffix != ".jsonl" or not file.is_file():
         return 0, 0
     with file.open("rb") as opened:

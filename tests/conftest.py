@@ -66,7 +66,7 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
-# `make test` runs two of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments
+# `make test` runs three of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments
 # in /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
 # assigns the next group to a worker when two tests of its present one are left, however long they take.
 GROUPS = {
@@ -78,7 +78,7 @@ GROUPS = {
         "models/regeneration",
         "infra/serving/test_real_servers.py",  # its killed servers leave segments
     ),
-    # Second, because its first tests need no tiny target, which the other worker trains meanwhile on a new machine.
+    # Second, because its first tests need no tiny target, which another worker trains meanwhile on a new machine.
     "pools": ("infra/pools",),
     # What asks the one Prefect server with the project's deployments.
     "deployments": (
@@ -86,6 +86,7 @@ GROUPS = {
         "flows/test_promotion.py",
         "flows/test_watch_traffic.py",
         "flows/test_recovery.py",
+        "flows/test_deploy_command.py",
     ),
     "flows": ("flows/test_retrain.py", "flows/test_one_gpu.py", "flows/test_own_data.py", "flows"),
     "chaos": ("test_chaos.py", "models/decoding"),

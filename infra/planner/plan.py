@@ -1,6 +1,7 @@
 """The plan of a run: what it moves, holds, computes, takes and costs, from shapes and assumed rates. Pure."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from infra.planner.answers import Answers
@@ -28,6 +29,7 @@ from infra.planner.traffic import (
 from infra.quantities import figure
 from infra.records.data_path import Record, SideRates
 from infra.records.sharing import SharingMode
+from infra.refusal import Refusal
 
 TARGET_SHARE = 0.9
 """Share of a GPU's memory that the target's weights may take in transformers; the rest is for activations."""
@@ -318,8 +320,10 @@ def comparison(plan: Plan, rates: SideRates) -> dict[str, str]:
 
 
 def read_plan(file: Path) -> Plan | None:
-    """A run's plan, or None."""
-    return Plan.read(file) if file.is_file() else None
+    """A run's plan, or None where there is none, or one of another version of Draftsmith: nothing else needs it."""
+    with suppress(FileNotFoundError, Refusal):
+        return Plan.read(file)
+    return None
 
 
 def memory_left(job: Job, memory: RankMemory) -> int:

@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import gc
 import os
+import select
 import signal
 import sys
 import threading
@@ -12,26 +13,50 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from infra.refusal import Refusal
+from infra.terminal import visible
 
 REFUSED = 2
 """Exit status after a Refusal: a restart would not help."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status after Ctrl-C, as shells have it."""
+STDOUT = 1
 PR_SET_PDEATHSIG = 1
 
 
 def run_main(main: Callable[[], None]) -> None:
     """Run `main`; a Refusal (wrong input, with its remedy) becomes one message on stderr and exit status 2.
 
+    Ctrl-C (status 130) and a standard output that nobody reads any more, as after `| head` (1), end it without one.
     Everything else is a defect and keeps its traceback. What was imported is never searched for garbage, neither while
     the process runs nor when it ends, which would take a second and more with torch and transformers.
     """
     gc.freeze()
     gc.enable()  # `models` starts without
     atexit.register(gc.freeze)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # `models` starts with it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        main()
+        try:
+            main()
+        finally:
+            print(end="", flush=True)  # what cannot be written is a message of its own once the interpreter ends
     except Refusal as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        if not _is_unread(STDOUT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # for what the interpreter writes when it ends
+        raise SystemExit(1) from None
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether it is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def end_well() -> NoReturn:

@@ -65,15 +65,16 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
         yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))
 
 
-def is_owned(folder: RunFolder) -> bool:
-    """Whether a process runs this run now; waits for the last processes of a dead owner.
+def is_owned(folder: RunFolder, wait_s: float = LAST_PROCESSES_S) -> bool:
+    """Whether a process runs this run now; waits for the last processes of a dead owner, and makes no file.
 
     Raises Refusal for a run of another user that is not shared with this one.
     """
     try:
         for lock in (folder.run_lock, folder.processes_lock):
-            with hold(lock, wait_s=LAST_PROCESSES_S):
-                pass
+            if lock.exists():
+                with hold(lock, wait_s=wait_s):
+                    pass
     except LockHeldError:
         return True
     except PermissionError as error:

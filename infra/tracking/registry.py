@@ -225,10 +225,16 @@ def read_artifact(uri: str, draft: RegisteredDraft, path: str) -> str:
     client = connect(uri)
     run_id = str(client.get_model_version(draft.name, str(draft.version)).run_id)
     folder = path.rpartition("/")[0] or None
-    if path not in {artifact.path for artifact in client.list_artifacts(run_id, folder)}:
+    try:
+        paths = {artifact.path for artifact in client.list_artifacts(run_id, folder)}
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        paths = set()
+    if path not in paths:
         raise Refusal(
-            f"the run of version {draft.version} of {draft.name} has no {path}: it was made by another version of "
-            "Draftsmith, so retrain it"
+            f"the run of version {draft.version} of {draft.name} has no {path}: it was deleted in MLflow, or made by "
+            "another version of Draftsmith, so retrain it"
         )
     with TemporaryDirectory(prefix="draftsmith-") as copy:
         return Path(client.download_artifacts(run_id, path, copy)).read_text()

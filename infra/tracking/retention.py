@@ -72,9 +72,10 @@ def remove_old_tracking(
 def empty_trash(uri: str, database: str, days: float) -> None:
     """Remove from MLflow's `database` the rows of everything that was deleted more than `days` ago (`mlflow gc`).
 
-    `uri` is the server's address, through which `gc` removes artifacts that the server proxies. Raises
-    CalledProcessError with MLflow's own words, and TimeoutExpired.
+    `uri` is the server's address, through which `gc` removes artifacts that the server proxies. Raises Refusal for a
+    damaged file, CalledProcessError with MLflow's own words, and TimeoutExpired.
     """
+    connect(uri)
     # The database's address by standard input: it may hold a password, and other users see a command's arguments.
     subprocess.run(
         [sys.executable, "-c", GC, f"{days:g}d"],

@@ -10,13 +10,16 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
 
 from infra.files.atomic import write_atomically
 from infra.files.lines import read_objects
 from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, Record
 from infra.redaction import redacted
+from infra.refusal import Refusal
 from infra.tracking.client import NOTE, connect, experiment_id
 
 BATCH = 500
@@ -48,14 +51,12 @@ def start_run(
 ) -> TrackedRun:
     """Open the run that the file `record` remembers, or a new one with `config` as its parameters.
 
-    Passwords in the configuration's addresses are not logged.
+    Passwords in the configuration's addresses are not logged. Raises Refusal where MLflow does not have that run.
     """
     client = connect(uri)
     config = redacted(config)
     if record.exists():
-        run = TrackedRun.read(record)
-        client.update_run(run.run_id, status="RUNNING")
-        return run
+        return _continued(client, record, redacted(uri))
     experiment_of_run = experiment_id(client, experiment)
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
@@ -66,6 +67,25 @@ def start_run(
         client.log_batch(run.run_id, params=parameters[start : start + 100])
     client.log_dict(run.run_id, dict(config), "config.json")
     write_atomically(record, run)
+    return run
+
+
+def _continued(client: MlflowClient, record: Path, uri: str) -> TrackedRun:
+    """The run of `record`, which notes `uri` if MLflow has moved there."""
+    run = TrackedRun.read(record)
+    try:
+        client.update_run(run.run_id, status="RUNNING")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise Refusal(
+            f"MLflow at {uri} has no run {run.run_id}, which {record} names: "
+            + ("restore it there" if run.uri == uri else f"set tracking.uri or $MLFLOW_TRACKING_URI to {run.uri}")
+            + ", or start a new run"
+        ) from error
+    if run.uri != uri:
+        run = run.model_copy(update={"uri": uri})
+        write_atomically(record, run)
     return run
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mlflow.exceptions import MlflowException
 from typer.testing import CliRunner
 
 from flows.command_line import app
@@ -18,9 +19,11 @@ from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.ledger.trainers import RepeatedCrash, resume_run
+from infra.refusal import Refusal
 from infra.settings import tracking_uri
 from infra.tracking import registry, runs
 from models.config.recipe import RunConfig, load_recipe
+from tests.infra.tracking.test_client import Broken, guarded_server
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -196,6 +199,24 @@ def test_drafts_are_listed_promoted_and_rolled_back(home: Path, monkeypatch: pyt
     assert "version 1 is withdrawn: no version serves" in drafts("rollback", "--name", "draft-tiny")
     with pytest.raises(ValueError, match="no champion to roll back"):
         drafts("rollback", "--name", "draft-tiny")
+
+
+def test_drafts_of_an_mlflow_that_fails_are_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "7")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    with guarded_server(answers=Broken) as place:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{place}")
+        Broken.asked = 0
+        assert isinstance(CliRunner().invoke(app, ["drafts", "list"]).exception, MlflowException)
+    assert Broken.asked <= 4, "two to see who answers, and two for the drafts"
+
+
+def test_a_user_without_a_home_folder_is_refused_before_mlflow_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda _user: {}["no such user"])
+    result = CliRunner().invoke(app, ["drafts", "list"])
+    assert isinstance(result.exception, Refusal)
+    assert "no home folder" in str(result.exception)
 
 
 def test_a_bench_that_cannot_start_ends_with_its_status(home: Path) -> None:

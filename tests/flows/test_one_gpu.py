@@ -55,25 +55,32 @@ def losses(folder: RunFolder) -> list[float]:
     return [json.loads(line)["loss"] for line in folder.metrics.read_text().splitlines()]
 
 
+def written(folder: Path, pattern: str, flow: "subprocess.Popen[bytes]") -> Path:
+    """A file of a run, once the flow has written it."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := list((folder / "runs").glob(pattern))):
+        assert flow.poll() is None, (folder / "output.txt").read_text()[-4000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found[0]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_turns_on_one_gpu_are_killed_resumed_and_train_what_sharing_it_trains(
     tmp_path: Path, environment: dict[str, str], draftsmith: Callable[..., "subprocess.Popen[bytes]"]
 ) -> None:
-    assert draftsmith("retrain", *RECIPE).wait(WAIT_S) == 0, (tmp_path / "output.txt").read_text()[-4000:]
-    (shared,) = (RunFolder(path) for path in (tmp_path / "runs").glob("tiny-*"))
+    flow = draftsmith("retrain", *RECIPE)
+    shared = RunFolder(written(tmp_path, "tiny-*/training.json", flow).parent)
+    flow.send_signal(signal.SIGINT)  # what follows the training is not compared
+    assert flow.wait(WAIT_S) != 0
     assert read_sharing(shared).mode == "share"  # the planner's choice: a tiny target and its draft fit together
 
     turns = ["name=turns", "pools.sharing=alternate", "transport.round_mib=32"]
     flow = draftsmith("retrain", *RECIPE, *turns)
-    deadline = time.monotonic() + WAIT_S
-    while not (found := list((tmp_path / "runs").glob("turns-*/metrics.jsonl"))):
-        assert flow.poll() is None, (tmp_path / "output.txt").read_text()[-4000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    folder = RunFolder(written(tmp_path, "turns-*/metrics.jsonl", flow).parent)
     flow.send_signal(signal.SIGKILL)
     flow.wait(WAIT_S)
-    folder = RunFolder(found[0].parent)
     # What is captured outlives the flow; training may have taken all of it before the flow was killed.
     with hold(folder.processes_lock, wait_s=300), Ledger.open(folder.ledger_url, folder.name) as ledger:
         assert len(list((folder.path / "objects").iterdir())) >= ledger.progress().ready

@@ -25,7 +25,12 @@ BROKEN = [
     '{"messages": [{"role": "user"}]}',
 ]  # fmt: skip
 QUICK = ["training.max_steps=20", "benchmark.prompts=8", "benchmark.max_new_tokens=16", "benchmark.reference_tokens=64"]
-QUICK += ["benchmark.timed_tokens=16", "benchmark.loads=[1]", "promotion.smoke_prompts=2"]
+QUICK += [
+    "benchmark.timed_tokens=16",
+    "benchmark.loads=[1]",
+    "benchmark.sampled_reference_tokens=0",
+    "promotion.smoke_prompts=2",
+]
 
 
 def talk(question: str, answer: str) -> str:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -74,8 +74,8 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     settings = {PREFECT_API_URL: f"http://127.0.0.1:{prefect}/api", PREFECT_API_AUTH_STRING: credential(folder)}
     with temporary_settings(settings), get_client(sync_client=True) as client:
         assert {"retrain", "recover"} <= {deployment.name for deployment in client.read_deployments()}
-        schedule_clean_up(client, timedelta(seconds=10))
-        until(lambda: completed_by_schedule(client) >= 2, "for two scheduled runs")
+        with clean_up_by_schedule(client, timedelta(seconds=20)):
+            until(lambda: completed_by_schedule(client) >= 2, "for two scheduled runs")
     for kind in SERVERS:
         assert any(kind in command_line(process) for process in processes(folder)), kind
     assert {address for process in processes(folder) for address in listens_at(process)} == {"127.0.0.1"}
@@ -126,10 +126,13 @@ def assert_closed_to_strangers(prefect: str, mlflow: str) -> None:
     assert httpx.post(create, headers={"Host": "evil.example"}, **experiment).status_code == 403
 
 
-def schedule_clean_up(client: SyncPrefectClient, interval: timedelta) -> None:
+@contextmanager
+def clean_up_by_schedule(client: SyncPrefectClient, interval: timedelta) -> Iterator[None]:
     """A schedule as an operator would make it: short, on a flow that needs no GPU."""
     deployment = client.read_deployment_by_name("clean-up/clean-up")
-    client.create_deployment_schedules(deployment.id, [(IntervalSchedule(interval=interval), True)])
+    (schedule,) = client.create_deployment_schedules(deployment.id, [(IntervalSchedule(interval=interval), True)])
+    yield
+    client.delete_deployment_schedule(deployment.id, schedule.id)  # each run takes the rest of the test its processor
 
 
 def completed_by_schedule(client: SyncPrefectClient) -> int:

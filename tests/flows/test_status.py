@@ -27,7 +27,7 @@ from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import BufferRecord, CheckpointRecord, GeneratorsChange, ObjectRecord, SampleSlot
 from infra.records.sharing import Sharing
 from infra.refusal import Refusal
-from infra.tracking import registry
+from infra.tracking import registry, runs
 from models.config.recipe import read_config
 from tasks.plan import plan_recipe
 
@@ -111,7 +111,22 @@ def test_a_draft_without_an_alias_says_what_was_decided(
     ]
     monkeypatch.setattr(registry, "list_drafts", lambda *_: [draft])
     monkeypatch.setattr(registry, "history", lambda *_: decisions)
-    assert status_command._alias(read_config(run.config), draft.name, 2) == shown
+    runs.start_run(run.tracking, f"sqlite:///{run.path}/mlflow.db", "test", run.name, {}, {})
+    assert status_command._alias(run, draft.name, 2) == shown
+
+
+def test_what_serves_is_asked_of_the_run_s_own_mlflow(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/shell/mlflow.db")
+    own = f"sqlite:///{run.path}/own.db"
+    tracked = runs.start_run(run.tracking, own, "test", run.name, {}, {})
+    registry.register(own, "draft-tiny", runs.log_folder(tracked, run.logs, "draft", 1, "draft"), tracked.run_id, {})
+    assert status_command._alias(run, "draft-tiny", 1) == "challenger"
+    (run.path / "own.db").unlink()
+    assert status_command._alias(run, "draft-tiny", 1) == f"MLflow at {own} does not answer: what serves is not known"
+    assert not (run.path / "own.db").exists()
+    assert not (tmp_path / "shell").exists()
 
 
 def test_the_plan_is_held_against_what_is_measured(run: RunFolder) -> None:
@@ -222,3 +237,57 @@ def test_a_damaged_ledger_is_named(run: RunFolder) -> None:
     result = CliRunner().invoke(app, ["status", str(run.path)], env={"COLUMNS": "200"})
     assert isinstance(result.exception, Refusal), result.output
     assert str(run.ledger_file) in str(result.exception)
+
+
+def test_a_file_of_another_version_hides_nothing_else(run: RunFolder) -> None:
+    write_metrics(run)
+    run.plan.write_text('{"of_another_version": 1}')
+    text = told(run)
+    assert "training is the slow side" in text
+    assert f"plan not compared: {run.plan} is damaged, or of another version of Draftsmith" in text
+    write_metrics(run, of_another_version=1.0)
+    run.sharing.write_text("{}")
+    text = told(run)
+    assert "step 2 of 10" in text
+    assert "bottleneck not shown: " in text
+    assert f"on their way not shown: {run.sharing} is damaged" in text
+    run.samples.unlink()
+    text = told(run)
+    assert "training not shown: [Errno 2] No such file or directory" in text
+    assert "10: 2 consumed" in text
+
+
+def test_a_finished_run_of_another_version_shows_what_can_be_read(run: RunFolder) -> None:
+    for name in ("training.json", "export.json", "benchmark.json", "report.json"):
+        (run.path / name).write_text("{}")
+    text = told(run)
+    assert "state finished" in text
+    assert f"draft not shown: {run.benchmark} is damaged" in text
+    assert "10: 2 consumed" in text
+
+
+def test_a_run_that_was_removed_meanwhile_is_not_to_be_resumed(run: RunFolder) -> None:
+    config = read_config(run.config)
+    shutil.rmtree(run.path)
+    assert dict(status_command.describe(run, config))["state"] == "removed"
+    assert not run.path.exists()
+
+
+def test_another_user_s_run_is_refused(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.run_lock.touch()
+    opened = os.open
+
+    def denied(path: Any, *arguments: Any, **options: Any) -> int:
+        if Path(path) == run.run_lock:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr("os.open", denied)
+    result = CliRunner().invoke(app, ["status", str(run.path)])
+    assert isinstance(result.exception, Refusal), result.output
+    assert "run tiny-1 belongs to user" in str(result.exception)
+
+
+def test_errors_of_samples_cannot_move_the_terminal_s_cursor(run: RunFolder) -> None:
+    run.failure.write_text("the text was \x1b[2J\x9b")
+    assert "error the text was \\x1b[2J\\x9b" in told(run)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,6 +57,20 @@ def test_a_port_that_is_taken_is_refused(rows: list[DraftRow]) -> None:
             serving_metrics("127.0.0.1", int(address.rpartition(":")[2]), lambda: rows),
         ):
             pass
+
+
+def test_it_stops_while_a_scrape_waits_for_the_registry() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow() -> list[DraftRow]:
+        asked.set()
+        answered.wait()
+        return []
+
+    with serving_metrics("127.0.0.1", 0, slow) as address:
+        threading.Thread(target=httpx.get, args=(address,), kwargs={"trust_env": False}, daemon=True).start()
+        assert asked.wait(120)
+    answered.set()
 
 
 def test_the_registry_is_not_asked_at_every_scrape(rows: list[DraftRow]) -> None:

@@ -1,15 +1,20 @@
 """The overview of all drafts, from records."""
 
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.drift.traffic import Counters, Series, ServedSeries, ServerState, TrafficRecord, TrafficWindow
 from infra.records.acceptance import RegisteredDraft
-from infra.tracking.registry import PromotionDecision
-from tasks.overview import FLOWS, PAGE, DraftRow, page_of, row_of, runs_of
+from infra.tracking.registry import PromotionDecision, register
+from infra.tracking.runs import log_folder, start_run
+from tasks.overview import FLOWS, PAGE, DraftRow, page_of, read_drafts, row_of, runs_of
 
 NOW, DAY = 1_800_000_000.0, 86_400.0
 
@@ -154,3 +159,37 @@ def test_the_page_escapes_what_it_shows() -> None:
 
 def test_hours_and_dollars_have_thousands() -> None:
     assert row(versions=[version(1, gpu_hours="1234.5", cost="12345.67")]).used == "1,234.5 GPU-hours, $12,345.67"
+
+
+@pytest.mark.parametrize("status", [None, 401, 500])
+def test_drafts_are_shown_without_their_runs_where_prefect_does_not_tell(
+    status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracked = start_run(tmp_path / "tracking.json", uri, "test", "run-1", {}, {})
+    (tmp_path / "export").mkdir()
+    register(uri, "draft-x", log_folder(tracked, tmp_path / "export", "draft", 1, "draft"), tracked.run_id, {})
+
+    class Denying(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status or 200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Print nothing."""
+
+        do_GET = do_POST
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Denying) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        if status is None:
+            server.server_close()
+        with temporary_settings({PREFECT_API_URL: (url := f"http://127.0.0.1:{server.server_port}/api")}):
+            monkeypatch.setenv("PREFECT_API_URL", url)
+            (found,) = read_drafts(uri)
+        server.shutdown()
+    assert (found.draft, found.last_run, found.next_run) == ("draft-x", "unknown", "unknown")
+    said = capsys.readouterr().err
+    assert said.startswith(f"Prefect at {url} does not tell of its runs (")
+    assert said.count("\n") == 1

@@ -40,12 +40,17 @@ def test_answers_that_exist_are_not_planned(samples: SamplesRecord) -> None:
     assert plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml"), None, samples).regeneration_s == 0
 
 
-def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path) -> None:
+def test_a_local_file_says_how_many_samples_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(("x" * 399 + "\n") * 1000)
     unknown = ["data.max_samples=null", "plan.mean_tokens=null"]
     job = plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", [f"data.source={file}", *unknown])).job
     assert (job.samples, job.mean_tokens) == (900, 100)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        plan_recipe(load_recipe(RECIPES / "qwen3-8b.yaml", ["data.source=~/prompts.jsonl", *unknown])).job.samples
+        == 900
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,8 @@ def test_measured_rates_correct_the_plan(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     assert read_plan(tmp_path / "plan.json") == plan
     assert read_plan(tmp_path / "none.json") is None
+    (tmp_path / "plan.json").write_text('{"of_another_version": 1}')
+    assert read_plan(tmp_path / "plan.json") is None, "a report is written without it"
 
 
 def test_an_earlier_run_says_what_more_data_would_bring(

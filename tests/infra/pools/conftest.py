@@ -28,7 +28,7 @@ MACHINES, GPUS = 2, 4
 """Of each cluster here."""
 CLUSTER_S = 300.0
 ADMITTED_S = 240.0
-LOOK_S = 8.0
+LOOK_S = 4.0
 """Less than the flow has: to be refused takes that long."""
 
 

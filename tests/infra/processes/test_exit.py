@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -77,3 +79,47 @@ def test_a_parent_s_death_is_its_child_s() -> None:
     readable, _, _ = select.select([descriptor], [], [], 120)  # a process that has ended is
     assert readable
     os.close(descriptor)
+
+
+def start(script: str, **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_a_reader_that_has_gone_is_no_defect() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = "from infra.processes.exit import run_main; run_main(lambda: print('first'{}))"
+    for flush in ("", ", flush=True"):
+        with start(script.format(flush), stdout=writer) as process:
+            assert (process.communicate(timeout=120)[1], process.returncode) == ("", 1)
+    os.close(writer)
+
+
+def test_another_broken_pipe_keeps_its_traceback() -> None:
+    def main() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_main(main)
+
+
+@pytest.mark.parametrize("ready", ["import models; {}; run_main(time.sleep)", "import models; run_main(lambda: {})"])
+def test_ctrl_c_ends_a_process_without_a_traceback(ready: str) -> None:
+    """While it imports, and later."""
+    wait = ready.format("(print('ready', flush=True), time.sleep(600))")
+    script = f"import sys, time; sys.argv = ['-m']; from infra.processes.exit import run_main; {wait}"
+    with start(script, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=120)[1] == ""
+    assert process.returncode in (130, -signal.SIGINT)
+
+
+def test_a_refusal_cannot_move_the_terminal_s_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        raise Refusal("line 3:\n\tthe text \x1b[2J")
+
+    with pytest.raises(SystemExit):
+        run_main(main)
+    assert capsys.readouterr().err == "error: line 3:\n\tthe text \\x1b[2J\n"

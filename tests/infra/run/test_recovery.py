@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.run.ownership import is_owned
@@ -35,11 +33,11 @@ def test_a_run_without_a_ledger_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_step(RunFolder(tmp_path), None) == 0
 
 
-def test_a_run_is_owned_while_its_lock_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.run.ownership.LAST_PROCESSES_S", 0.2)
+def test_a_run_is_owned_while_its_lock_is_held(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert not is_owned(folder)
+    assert list(tmp_path.iterdir()) == []
     with hold(folder.run_lock):
-        assert is_owned(folder)
-    with hold(folder.path / "processes.lock"):
-        assert is_owned(folder)
+        assert is_owned(folder, wait_s=0)
+    with hold(folder.processes_lock):
+        assert is_owned(folder, wait_s=0)

@@ -117,7 +117,7 @@ def test_a_run_whose_lock_is_somebody_else_s_is_refused(runs: Path, monkeypatch:
 
     monkeypatch.setattr("infra.run.ownership.hold", refuse)
     with pytest.raises(Refusal, match=r"run theirs belongs to user \d+, and .*run.lock cannot be opened"):
-        is_owned(make(runs, "theirs", 0))
+        is_owned(make(runs, "theirs", 0, "run.lock"))
 
 
 def test_the_rows_of_a_removed_run_leave_a_shared_ledger(runs: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """MLflow on a SQLite file of its own: what is logged can be read back, and the registry moves as it should."""
 
 import json
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,20 @@ def test_a_run_has_its_configuration_and_goes_on_where_it_was(record: Path, run:
     again = runs.start_run(record, uri, "test", "run-1", {}, {})
     assert again == run
     assert connect(uri).get_run(run.run_id).info.status == "RUNNING"
+
+
+def test_a_run_goes_on_where_mlflow_has_moved_to_and_nowhere_else(tmp_path: Path) -> None:
+    record, here, there = tmp_path / "tracking.json", tmp_path / "here.db", tmp_path / "there.db"
+    first = runs.start_run(record, f"sqlite:///{here}", "test", "run-1", {}, {})
+    with pytest.raises(Refusal) as refused:
+        runs.start_run(record, f"sqlite:///{there}", "test", "run-1", {}, {})
+    assert f"sqlite:///{there} has no run {first.run_id}" in str(refused.value)
+    assert f"set tracking.uri or $MLFLOW_TRACKING_URI to sqlite:///{here}" in str(refused.value)
+    assert TrackedRun.read(record) == first
+    here.rename(moved := tmp_path / "moved.db")
+    again = runs.start_run(record, f"sqlite:///{moved}", "test", "run-1", {}, {})
+    assert again == TrackedRun.read(record)
+    assert (again.uri, again.run_id) == (f"sqlite:///{moved}", first.run_id)
 
 
 def test_artifacts_lie_beside_the_database(run: TrackedRun, uri: str) -> None:
@@ -270,3 +286,14 @@ def test_a_version_without_its_benchmarks_counts_is_refused(run: TrackedRun, uri
     assert draft.acceptance_length == 2.5
     with pytest.raises(ValueError, match=r"has no benchmark/request_counts\.json"):
         registry.read_request_counts(uri, draft)
+
+
+def test_a_version_whose_run_is_gone_is_refused(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    run = runs.start_run(tmp_path / "tracking.json", uri, "test", "run-1", {}, {})
+    new_version(run, tmp_path / "export", NAME, "x")
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database, database:  # as `mlflow gc` does
+        for table in ("tags", "params", "runs"):
+            database.execute(f"DELETE FROM {table} WHERE run_uuid = ?", (run.run_id,))
+    with pytest.raises(Refusal, match=rf"the run of version 1 of {NAME} has no benchmark/gate\.json"):
+        registry.read_artifact(uri, registry.find_version(uri, NAME, 1), registry.EVIDENCE)
