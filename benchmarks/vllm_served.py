@@ -243,7 +243,7 @@ def ask(client: httpx.Client, target: Path, prompt: Sequence[int], new_tokens: i
 
 
 def decode(target: TargetModel, draft: Any, prompt: Sequence[int], new_tokens: int) -> Text:
-    """The same by the reference decoder. vLLM counts the step that the text's end cuts, so it decodes some more."""
+    """The same by the reference decoder. vLLM counts the step that the maximum length cuts, so it decodes some more."""
     decoded = speculate(target, draft, list(prompt), LOOKAHEAD, new_tokens + LOOKAHEAD + 1, frozenset())
     emitted, counts = 1, []
     for count in decoded.counts.accepted:

@@ -191,7 +191,10 @@ def _alias(folder: RunFolder, draft: str, version: int) -> str:
     from infra.tracking.registry import list_drafts
     from infra.tracking.runs import TrackedRun
 
-    uri = TrackedRun.read(folder.tracking).uri
+    try:
+        uri = TrackedRun.read(folder.tracking).uri
+    except (FileNotFoundError, Refusal):
+        return f"{folder.tracking} is missing or damaged: what serves is not known"
     silent = f"MLflow at {uri} does not answer: what serves is not known"
     file = Path(uri.removeprefix("sqlite:///"))
     if why_silent(uri, REGISTRY_S) if uri.startswith("http") else uri.startswith("sqlite") and not file.is_file():

@@ -2,7 +2,8 @@
 
 SGLang raises its counters once per finished request: generated tokens, verification steps, requests. Each request's
 first token comes from the prefill, so verification steps emitted the generated tokens less the requests: bonus tokens
-and a step that the end of the text cut are included. The gauge of the acceptance length covers the last few steps only.
+and the last step, which the maximum length may cut, are included. The gauge of the acceptance length covers the last
+few steps only.
 
 `/server_info` holds the resolved command line, hence the draft's path, and how long the phases of the server's start
 took. Those durations are measured once per start, which makes them a name of that start. The weight version in

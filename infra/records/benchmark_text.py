@@ -201,8 +201,8 @@ def _distinct_tokens(result: BenchmarkResult) -> str:
     sampled = result.sampled_distinct_token_share
     when_sampled = "" if sampled is None else f", {sampled:.1%} when sampled"
     return (
-        f"{result.target_distinct_token_share:.1%} distinct tokens when greedy{when_sampled}: the fewer, the better "
-        "prompt lookup does"
+        f"{result.target_distinct_token_share:.1%} distinct tokens (within 128) when greedy{when_sampled}: the "
+        "fewer, the better prompt lookup does"
     )
 
 

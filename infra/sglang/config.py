@@ -43,7 +43,10 @@ class SGLangConfig(StrictConfig):
         default=None, description="Chunk size of prefill, in tokens; longer prompts take several chunks."
     )
     attention_backend: str | None = Field(default=None, description="SGLang's name of an attention backend.")
-    arguments: tuple[str, ...] = Field(default=(), description="More arguments for sglang.launch_server.")
+    arguments: tuple[str, ...] = Field(
+        default=(),
+        description="More arguments for sglang.launch_server. Text that was regenerated with others is not used again.",
+    )
     start_timeout_s: Seconds = Field(
         default=900.0,
         description="Seconds until a server must be ready, and then until its first answer, for which it compiles "

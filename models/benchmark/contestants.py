@@ -1,16 +1,19 @@
 """Loads what is compared: the target once, and any number of drafts."""
 
 import atexit
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 
 import torch
 from torch import Tensor
 
+from infra.files.locks import own_folder, sweep
 from infra.processes.control_groups import memory
 from infra.quantities import byte_size
 from infra.refusal import Refusal
@@ -27,6 +30,9 @@ from models.targets.packed import pack_products
 from models.targets.quantization import read_quantization
 from models.targets.recommended import recommended_sampling
 from models.targets.weights import read_target_head, weight_bytes
+
+EXACT = "draftsmith-float32-"
+"""Beginning of the name of a folder for a target's stacked experts."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +92,23 @@ def load_contestants(target: Path, folders: Sequence[Path], dtype: torch.dtype, 
 
 def _streamed(target: Path, layers: Sequence[int], nbytes: int) -> TargetModel:
     """A target in float32 that is larger than this machine's memory. Raises Refusal without space for its experts."""
-    # Deleted when this process ends.
-    place = TemporaryDirectory(prefix="draftsmith-float32-")
-    atexit.register(place.cleanup)
+    temporary = Path(gettempdir())
+    sweep(temporary, f"{EXACT}*")  # a benchmark that was killed leaves its own
+    place, at_the_end = temporary / f"{EXACT}{os.getpid()}", ExitStack()
+    at_the_end.enter_context(own_folder(place))
+    atexit.register(at_the_end.close)
     print(
         f"the target takes {byte_size(nbytes)} in float32, more than this machine's memory has room for: its weights "
         "are read from disk at each divergence of the texts",
         flush=True,
     )
-    if has_experts(read_model_config(target)) and shutil.disk_usage(place.name).free < nbytes:
+    if has_experts(read_model_config(target)) and shutil.disk_usage(place).free < nbytes:
         raise Refusal(
-            f"{place.name} lacks the {byte_size(nbytes)} that stacking the target's experts in float32 needs: set "
+            f"{temporary} lacks the {byte_size(nbytes)} that stacking the target's experts in float32 needs: set "
             "TMPDIR to a folder with that much free space, and resume"
         )
     head = read_target_head(target, torch.float32)
-    return TargetModel.streamed(target, layers, torch.float32, head, Path(place.name))
+    return TargetModel.streamed(target, layers, torch.float32, head, place)
 
 
 def _reading_its_own(draft: Draft, layers: Sequence[int], with_last: bool) -> DrawingSource:

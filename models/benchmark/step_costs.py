@@ -134,7 +134,7 @@ class _Texts:
         """The target's step: `tokens` of each of `batch` texts after what its cache holds, and its choices there.
 
         All steps read the first rows of one cache, whose keys and values they leave as they are. States of linear
-        attention change, but not in size, and so does not what a step costs.
+        attention change, but not in size, so the cost of a step does not either.
         """
         target, new = self.target, self._draw(batch, tokens)
 

@@ -90,7 +90,7 @@ class BenchmarkConfig(StrictConfig):
         "is then also measured with these texts in its tree.",
     )
     min_distinct_token_share: Share = Field(
-        default=0.05,
+        default=0.1,
         description="The target counts as degenerate when a smaller share of its tokens is distinct, within windows of "
         "128 tokens: its acceptance would mean nothing.",
     )

@@ -100,8 +100,8 @@ class DataConfig(StrictConfig):
     )
     max_refused_share: Share = Field(
         default=0.9,
-        description="The run is refused when a larger share of the conversations holds images or cannot be rendered by "
-        "the chat template; fewer are left out, counted and listed.",
+        description="The run is refused when a larger share of the conversations holds images, cannot be rendered by "
+        "the chat template, or fills the target's context; fewer are left out, counted and listed.",
     )
     regeneration: RegenerationConfig | None = Field(
         default=None, description="Train on the target's own answers to these prompts; default: on the given answers."

@@ -38,7 +38,8 @@ class RunConfig(StrictConfig):
     seed: Seed = Field(
         default=0,
         description="Seed of initial weights, sample order, the benchmark's sampling, and regenerated text with "
-        "generator.engine=transformers. SGLang samples text by a seed of its own; another `seed` makes it answer anew.",
+        "generator.engine=transformers. SGLang samples text by a seed of its own; another `seed` makes it answer "
+        "again.",
     )
     target: TargetConfig = Field(description="The served LLM whose draft is trained.")
     data: DataConfig = Field(default=DataConfig(), description="Which text becomes samples, and how.")

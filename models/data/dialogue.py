@@ -22,6 +22,8 @@ from models.data.rendering import render_turn
 from models.data.samples import PLACEHOLDER, TEXT_ALONE, text_prefix, unknown_token
 from models.data.thinking import CLOSED, OPENED, split_thinking
 
+RESERVED = 6
+"""Tokens of the context that SGLang gives to no prompt (0.5.23, managers/tp_worker.py)."""
 PLACEHOLDER_SAID = " holds a token that stands for an image, and there is none"
 _ANSWER, _THOUGHT = "\ue000", "\ue001"
 """Placeholders: private-use characters, which no template changes."""
@@ -200,6 +202,12 @@ class Prompter:
                 f"raise data.max_tokens ({self._max_tokens}), or leave the conversation out"
             )
             return None
+        if self.context is not None and len(prompt.tokens) >= self.context - RESERVED:
+            dialogue.fault = (
+                f"{dialogue.document.place}: a prompt of {len(prompt.tokens)} tokens leaves no room for an answer in "
+                f"the context of {self.context}"
+            )
+            return None
         return prompt
 
     def prompt(self, document: Document) -> Prompt:
@@ -223,7 +231,7 @@ class Prompter:
     def room(self, prompt: Prompt) -> int:
         """Most tokens of the answer to `prompt`. SGLang refuses a limit beyond the context."""
         most = self._settings.max_new_tokens
-        return most if self.context is None else max(1, min(most, self.context - len(prompt.tokens)))
+        return most if self.context is None else min(most, self.context - len(prompt.tokens))
 
     def answer(self, dialogue: Dialogue, prompt: Prompt, tokens: list[int]) -> None:
         """Add the continuation of `prompt` to the dialogue, which ends with one that has an image's token in it."""

@@ -137,7 +137,7 @@ def distinct_token_share(texts: Sequence[Sequence[int]]) -> float:
     """Mean over texts of distinct tokens / tokens, distinct within each `WINDOW` tokens.
 
     Over a whole text the share would fall with its length: ordinary prose has 0.6 at 128 tokens and 0.2 at 4096. A text
-    that repeats p tokens has p / `WINDOW`, or p by its length if that is shorter.
+    that repeats p tokens has p / `WINDOW`, or p / its length if it is shorter.
     """
     assert texts
     assert all(texts)

@@ -222,7 +222,6 @@ def write_settings(run: RunWithTarget, found: MeasuredGoodput | None) -> list[Pa
         files[VLLM] = vllm(found.draft, method) if method else None
     folder = run.folder.export / SERVING
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
     written = {folder / name: content for name, content in files.items() if content is not None}
     for path, content in written.items():
         write_atomically(path, json.dumps(content, indent=1) + "\n")

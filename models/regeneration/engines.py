@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.processes.process import Owner
 from infra.refusal import Refusal
-from infra.sglang.client import PromptRefusedError, SGLangClient
+from infra.sglang.client import SGLangClient
 from infra.sglang.command import ServerSpec, server_environment, serving_command
 from infra.sglang.config import SLOWEST_TOKEN_S, SGLangConfig, decoding_requests
 from infra.sglang.server import SGLangServer
@@ -180,11 +180,7 @@ class SGLangTextEngine:
                 return dialogue
             asked, more = asked_with(prompt, self._media_ids)
             sampling = self._sampling | {"max_new_tokens": self._prompter.room(prompt)}
-            try:
-                tokens = self._client.generate(asked, sampling, **more).tokens
-            except PromptRefusedError as error:
-                dialogue.fault = f"{dialogue.document.place}: {error}"
-                return dialogue
+            tokens = self._client.generate(asked, sampling, **more).tokens
             with self._tokenizing:
                 self._prompter.answer(dialogue, prompt, tokens)
 

@@ -126,6 +126,8 @@ def test_what_serves_is_asked_of_the_run_s_own_mlflow(
     (run.path / "own.db").unlink()
     assert status_command._alias(run, "draft-tiny", 1) == f"MLflow at {own} does not answer: what serves is not known"
     assert not (run.path / "own.db").exists()
+    run.tracking.unlink()
+    assert status_command._alias(run, "draft-tiny", 1).endswith("is missing or damaged: what serves is not known")
     assert not (tmp_path / "shell").exists()
 
 

@@ -219,15 +219,17 @@ def test_a_long_prompt_s_answer_ends_at_the_context(task_of: Callable[..., RunWi
 
 
 @pytest.mark.usefixtures("stand_in_sglang")
-def test_a_prompt_that_sglang_refuses_is_left_out_and_listed(task_of: Callable[..., RunWithTarget]) -> None:
+def test_a_prompt_that_fills_the_context_is_left_out_and_listed(task_of: Callable[..., RunWithTarget]) -> None:
     long = QUESTIONS[0] + " and a tuple" * 9
     prompts = [conversation(QUESTIONS[1]), conversation(long), conversation(QUESTIONS[2], "x", long)]
-    settings = ("generator.engine=sglang", "data.max_tokens=256", "generator.sglang.arguments=[--context-length, '48']")
+    settings = ("generator.engine=sglang", "data.max_tokens=256", "generator.sglang.context_length=48")
     record = regenerate(task_of(prompts, *settings, "data.max_refused_share=0.4"))
     assert [len(found) for found in answers(record)] == [1, 1]
     assert (record.documents, record.refused, record.ended_early) == (2, 1, 1)
     (refusal,) = record.refusals
-    assert re.search(r"prompts\.jsonl:2: SGLang refused the prompt of \d+ tokens: 400 .* exceed the context", refusal)
+    assert re.search(
+        r"prompts\.jsonl:2: a prompt of \d+ tokens leaves no room for an answer in the context of 48", refusal
+    )
 
 
 @pytest.mark.parametrize("setting", ["quantization=fp8", "arguments=[--kv-cache-dtype, fp8_e5m2]", "context_length=64"])

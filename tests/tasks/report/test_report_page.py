@@ -25,6 +25,7 @@ from infra.records.data_path import (
     TargetRecord,
     TrainingResult,
 )
+from infra.tracking.runs import TrackedRun
 from models.config.data import RegenerationConfig
 from models.config.recipe import RunConfig, load_recipe
 from tasks.plan import plan_recipe
@@ -153,7 +154,7 @@ def test_every_figure_is_there(facts: RunFacts, run: OpenRun) -> None:
         "3.50", "2.50", "2.10", "1.20", "1.50", "50 tokens/s plain at batch 1, not published speculative",
         "Lossless yes, 1,000 tokens equal the target's own text, with 0 mismatches and 1 tie",
         "identical step by step in 4 conversations", "+250.0% against no draft, at least +200.0%", "10.0%",
-        "40.0% distinct tokens when greedy, 70.0% when sampled",
+        "40.0% distinct tokens (within 128) when greedy, 70.0% when sampled",
         "1,000", "20", "12 min 34 s", "100 tokens/s", "0.5 s (5.0%)", "1.25", "0.51, 0.32", "91.2%", "2 generators",
         "80 of 82 samples trained on, 2 quarantined.",
         "1,234", "7,890,123 per epoch", "56", "255 tokens", "98.7%", "11", "22", "33", "44", "55",
@@ -326,7 +327,8 @@ def test_it_opens_with_the_answer(facts: RunFacts, run: OpenRun, changes: dict[s
     assert shown.endswith(sure)
 
 
-def test_status_tells_the_same(facts: RunFacts, run: OpenRun) -> None:
+def test_status_tells_the_same(facts: RunFacts, run: OpenRun, tracking: TrackedRun) -> None:
+    assert tracking.uri == run.tracking_uri, "which is asked what serves"
     facts = replace(facts, result=facts.result.model_copy(update={"traffic": "sampled"}))
     write_files(run, facts)
     for record in ("target", "samples", "training", "exported"):
