@@ -189,7 +189,10 @@ def _has_lost_its_lock(folder: Path) -> bool:
     """
     if GONE in folder.name or (folder / "lock").exists():
         return False
-    return time.time() - folder.stat().st_mtime < LOCKLESS_S
+    try:
+        return time.time() - folder.stat().st_mtime < LOCKLESS_S
+    except FileNotFoundError:  # another sweep has just removed it
+        return False
 
 
 def _is_own_folder(path: Path) -> bool:

@@ -65,6 +65,22 @@ def test_a_folder_that_lost_its_lock_is_swept_when_it_is_old(tmp_path: Path) -> 
     assert (living / "objects").is_dir()
 
 
+def test_a_folder_that_another_sweep_removes_meanwhile_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "draftsmith-a").mkdir()
+    listed = list(tmp_path.glob("draftsmith-*"))
+    exists = Path.exists
+
+    def removed_meanwhile(path: Path, **options: bool) -> bool:
+        if path.name == "lock" and path.parent.is_dir():
+            path.parent.rmdir()
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", removed_meanwhile)
+    assert sweep(tmp_path) == listed
+
+
 @pytest.mark.parametrize(("parent", "umask", "mode"), [(0o755, 0o022, 0o700), (0o2775, 0o002, 0o2770)])
 def test_an_owned_folder_is_closed_to_other_users(parent: int, umask: int, mode: int, tmp_path: Path) -> None:
     tmp_path.chmod(parent)
