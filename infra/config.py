@@ -176,7 +176,8 @@ class TransportConfig(StrictConfig):
         "flow in a pod, whose address nobody knows before.",
     )
     protocol: Literal["auto", "rdma", "tcp"] = Field(
-        default="auto", description="Mooncake: `auto` is RDMA if this machine has a device with an active port."
+        default="auto",
+        description="Mooncake: `auto` is RDMA if this machine has a device with an active port that can be opened.",
     )
     receive: Literal["auto", "host", "device"] = Field(
         default="auto",

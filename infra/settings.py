@@ -221,8 +221,8 @@ def meeting_environment(store: str, interface: str) -> dict[str, str]:
 
 
 def interface_environment(interface: str) -> dict[str, str]:
-    """The only network interface on which gloo and NCCL listen."""
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    """The only network interface on which gloo and NCCL listen. Without `=` NCCL takes it for a beginning of names."""
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def server_part_environment(interface: str, address: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from infra.data_plane.serving import HERE, ServerSpan, launch_serving
 from infra.network.ports import machine_address
 from infra.pools.base import Pool, PoolBusyError, PoolProvider, PoolSpec, Role
 from infra.pools.local import LocalPool, LocalPools
-from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs
+from infra.pools.run_pools import SinglePools, generator_spec, pool_provider, pool_specs, released_or_warned
 from infra.processes.process import Owner, module
 from infra.records.sharing import read_sharing
 from infra.run.device_time import holding, note
@@ -44,6 +44,7 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     specs = leased_specs(run, roles)
     # Ray and Slurm have queues of their own.
     queue = _queued(provider, specs, wait_s) if isinstance(provider, LocalPools) else nullcontext()
+    warn = get_run_logger().warning
     with queue:
         patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
@@ -51,7 +52,8 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
             with holding(run.folder, {spec.role: spec.gpus for spec in specs}):
                 yield [*pools] * (len(roles) // len(pools))
         finally:
-            provider.release(run.owner.name)
+            with released_or_warned(warn):
+                provider.release(run.owner.name)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def single_pools(run: OpenRun) -> SinglePools:
 
     if isinstance(provider, LocalPools):
         return SinglePools(provider, spec, run.owner, partial(_promptly_queued, provider, spec), noted)
-    return SinglePools(provider, spec, run.owner, noted=noted)
+    return SinglePools(provider, spec, run.owner, noted=noted, warn=get_run_logger().warning)
 
 
 def span_of(run: OpenRun) -> ServerSpan:

@@ -81,6 +81,35 @@ def test_no_pod_runs_as_root_or_may_become_it() -> None:
     assert "USER 1000" in (KIT / "Containerfile").read_text()
 
 
+def test_secrets_do_not_cover_where_kubernetes_puts_its_own() -> None:
+    """/var/run is a link to /run in Debian: a token's mount point could not be made in a read-only /run/secrets.
+
+    Of mounts below each other by name Kubernetes makes the mount points itself.
+    """
+    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
+    flow = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    mounts = [
+        mount["mountPath"]
+        for pod in (*pods().values(), flow)
+        for container in pod["containers"]
+        for mount in container["volumeMounts"]
+        if mount["name"] == "secrets"
+    ]
+    assert len(mounts) == 8
+    assert {*mounts} == {"/var/run/secrets"}
+
+
+def test_the_image_has_what_kuberay_asks_of_it() -> None:
+    """Its probes run wget, except where it knows a version of Ray that answers without; its commands a login shell."""
+    text = (KIT / "Containerfile").read_text()
+    assert " wget " in text
+    (path,) = re.findall(r"^ENV PATH=(\S+):", text, re.MULTILINE)
+    assert f'echo "PATH={path}:\\$PATH" > /etc/profile.d/' in text
+    (cluster,) = (one["spec"] for one in MANIFESTS if one["kind"] == "RayCluster")
+    locked = re.findall(r"^ray==(\S+)", (ROOT / "requirements" / "lock.txt").read_text(), re.MULTILINE)
+    assert [cluster["rayVersion"]] == locked
+
+
 def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     made, seen = tmp_path / "secrets", []
     for _ in range(2):
@@ -106,6 +135,7 @@ def test_files_of_secrets_become_variables(tmp_path: Path) -> None:
     (tmp_path / "..data" / "PGPASSWORD").write_text("with space and 'quotes' $HOME\n")
     (tmp_path / "PGPASSWORD").symlink_to("..data/PGPASSWORD")
     (tmp_path / "AWS_SECRET_ACCESS_KEY").write_text("second")
+    (tmp_path / "kubernetes.io" / "serviceaccount").mkdir(parents=True)
     command = [
         "sh",
         KIT / "entrypoint.sh",

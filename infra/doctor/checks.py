@@ -60,14 +60,15 @@ def checks() -> tuple[Check, ...]:
          "package of the Python in use)"),
         ("RDMA", devices.rdma, "no port is active: check cable, switch and subnet manager"),
         ("RDMA access", devices.rdma_access,
-         "pass the devices into the container (`--device=/dev/infiniband`), or load ib_uverbs"),
+         "pass them into the container (`--device=/dev/infiniband`), load ib_uverbs, or let this user open them"),
         ("locked memory", devices.locked_memory,
          "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"),
         ("GPUDirect", devices.gpudirect, "`modprobe nvidia-peermem` lets samples arrive in the GPU's own memory"),
         ("engine transformers", lambda: software.version_of("transformers", versions()),
          "pip install 'transformers>=5.23,<6'"),
         ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
-         "`make sglang` makes it, with Draftsmith's capture plugin; none needed with generator.engine=transformers"),
+         "`make sglang` makes it, with Draftsmith's capture plugin ($DRAFTSMITH_SGLANG names another place); none "
+         "needed with generator.engine=transformers"),
         ("SGLang on GPUs", lambda: cuda.sglang_environment(settings.sglang_environment(), gpus()),
          "SGLang compiles kernels as it runs: driver 580 or newer, g++, and CUDA's compiler 13, which `make sglang` "
          "sets up. None needed with generator.engine=transformers"),

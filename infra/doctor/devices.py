@@ -4,6 +4,7 @@ import resource
 from pathlib import Path
 
 from infra.doctor.finding import Finding, judge
+from infra.network.rdma import can_open
 from infra.pools.gpus import NVLINK, Gpu, Gpus
 from infra.quantities import byte_size, plural
 
@@ -71,9 +72,10 @@ def _judge_rdma(device: Path) -> Finding:
 
 def rdma_access(root: Path = Path("/")) -> Finding | list[Finding]:
     """Whether programs can open the RDMA devices, if there are any."""
-    if not _rdma_devices(root) or list((root / "dev/infiniband").glob("uverbs*")):
+    closed = [device.name for device in _rdma_devices(root) if not can_open(device.name, root)]
+    if not closed:
         return []
-    return judge("no /dev/infiniband/uverbs*: programs cannot open the devices", note=True)
+    return judge(f"programs cannot open {', '.join(closed)}: no access to /dev/infiniband/uverbs*", note=True)
 
 
 def locked_memory(root: Path = Path("/"), limit: int | None = None) -> Finding | list[Finding]:

@@ -1,13 +1,34 @@
 """RDMA devices of this machine, and which are close to a GPU."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+LINK_LAYERS = {"InfiniBand", "Ethernet"}
+"""Of the devices that Mooncake speaks to; AWS's EFA, for example, is none."""
+
 
 def active_devices(root: Path = Path("/")) -> list[str]:
-    """Names of the devices that have a port with a link."""
+    """Names of the devices that have a port with a link and that this process can open."""
     devices = sorted((root / "sys/class/infiniband").glob("*"))
-    return [one.name for one in devices if any("ACTIVE" in state.read_text() for state in one.glob("ports/*/state"))]
+    return [one.name for one in devices if any(map(_has_link, one.glob("ports/*"))) and can_open(one.name, root)]
+
+
+def _has_link(port: Path) -> bool:
+    return "ACTIVE" in (port / "state").read_text() and (port / "link_layer").read_text().strip() in LINK_LAYERS
+
+
+def can_open(device: str, root: Path = Path("/")) -> bool:
+    """Whether this process can open a device. In a container /sys shows those of the host, which it may not have."""
+    classes = (root / "sys/class/infiniband_verbs").glob("uverbs*/ibdev")
+    for verbs in (one.parent.name for one in classes if one.read_text().strip() == device):
+        try:
+            # Not os.access: a container's device rules deny only the opening.
+            os.close(os.open(root / "dev/infiniband" / verbs, os.O_RDWR))
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def nearest_devices(gpus: Sequence[str], root: Path = Path("/")) -> list[str]:

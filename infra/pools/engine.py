@@ -8,7 +8,8 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from infra.config import PoolsConfig
@@ -164,21 +165,25 @@ def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where:
 
 def fit(parts: Sequence[Part], machines: Sequence[Machine]) -> bool:
     """Whether the parts fit into the empty cluster."""
-    largest_first = sorted(((part.gpus, part.cores) for part in parts), reverse=True)
-    return _fits(tuple(largest_first), tuple(sorted((one.gpus, one.cores) for one in machines)))
+    counts = Counter((part.gpus, part.cores) for part in parts)
+    sizes = sorted(counts, reverse=True)
+    # Equal parts are alike: what is left is a number for each size, so that few states are told apart however many
+    # parts and machines there are.
+    done, left = (0,) * len(sizes), {tuple(counts[size] for size in sizes)}
+    for machine in sorted(machines, key=lambda one: (one.gpus, one.cores), reverse=True):
+        if done in left:
+            break
+        left = {rest for before in left for rest in _fill(machine.gpus, machine.cores, sizes, before)}
+    return done in left
 
 
-@cache
-def _fits(parts: tuple[tuple[int, int], ...], machines: tuple[tuple[int, int], ...]) -> bool:
-    """Whether every part finds a place; `machines` is sorted, so that equal states are looked at once."""
-    if not parts:
-        return True
-    (gpus, cores), rest = parts[0], parts[1:]
-    for machine in dict.fromkeys(machines):
-        if machine[0] >= gpus and machine[1] >= cores:
-            left = list(machines)
-            left.remove(machine)
-            left.append((machine[0] - gpus, machine[1] - cores))
-            if _fits(rest, tuple(sorted(left))):
-                return True
-    return False
+def _fill(gpus: int, cores: int, sizes: Sequence[tuple[int, int]], counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Each number of parts that a machine may leave: of the last size, the smallest, it takes all that still fit."""
+    if not sizes:
+        yield ()
+        return
+    (each_gpus, each_cores), count = sizes[0], counts[0]
+    most = min(count, cores // each_cores, gpus // each_gpus if each_gpus else count)
+    for taken in range(0 if sizes[1:] else most, most + 1):
+        for rest in _fill(gpus - taken * each_gpus, cores - taken * each_cores, sizes[1:], counts[1:]):
+            yield (count - taken, *rest)

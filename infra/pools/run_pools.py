@@ -1,10 +1,11 @@
 """The pools of a run: its recipe's provider and specs, and pools of one generator each that come and go."""
 
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from subprocess import SubprocessError
 
 from infra.config import PoolsConfig
 from infra.pools.base import Pool, PoolProvider, PoolSpec
@@ -42,6 +43,15 @@ def pool_provider(config: PoolsConfig, look_s: float = LOOK_S) -> PoolProvider:
     return QueuedPools(config, look_s)
 
 
+@contextmanager
+def released_or_warned(warn: Callable[[str], object]) -> Iterator[None]:
+    """Make an engine's failure to release devices a warning: what they were leased for is done by then."""
+    try:
+        yield
+    except SubprocessError as error:
+        warn(f"the devices are not given back, and the engine takes them by itself within six minutes: {error}")
+
+
 @dataclass
 class SinglePools:
     """Leases in the names of a run's generators. Nothing here waits longer than one look of the provider's."""
@@ -53,6 +63,8 @@ class SinglePools:
     """A queue slot that is held with the devices; entering raises PoolBusyError if there is none now."""
     noted: Callable[[str, int], None] = lambda _owner, _gpus: None
     """Told who holds how many GPUs from now on."""
+    warn: Callable[[str], object] = print
+    """Told, at the end, what could not be given back."""
     _asked: dict[str, ExitStack] = field(default_factory=dict)
 
     def acquire(self, role: str) -> Pool:
@@ -80,10 +92,14 @@ class SinglePools:
             del self._asked[role]
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give everything back; what the engine does not take now is a warning."""
         with ExitStack() as stack:
             for role in list(self._asked):
-                stack.callback(self.release, role)
+                stack.callback(self._release_or_warn, role)
+
+    def _release_or_warn(self, role: str) -> None:
+        with released_or_warned(self.warn):
+            self.release(role)
 
     def _owner(self, role: str) -> Owner:
         return replace(self.owner, name=f"{self.owner.name}-{role}")

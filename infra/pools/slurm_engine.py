@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 from infra.config import PoolsConfig
 from infra.pools import slurm_job
@@ -21,6 +22,8 @@ from infra.settings import slurm_environment
 HELD_S = 10.0
 ANSWER_S = 60.0
 """Timeout of slurmctld, which may be busy."""
+SUBMIT_S = 180.0
+"""Timeout of sbatch, which itself tries for two minutes; one that is broken off may have submitted the job."""
 
 TOGETHER = 'exec "$@" 2>&1'
 """So that all that srun prints to its own standard error is srun's."""
@@ -34,19 +37,26 @@ LOST = b"Node failure"
 
 NEVER = re.compile(r"PartitionTimeLimit|.*PerJob(Limit)?|BadConstraints|InvalidAccount|InvalidQOS|.*NotAllowed")
 """Reasons of a waiting job that only a change of the job or of the cluster's settings removes."""
+HOPELESS_S = 90.0
+"""For how long a job has such a reason before it is given up: Slurm also tells reasons that pass."""
+TOO_LARGE = "Requested node configuration is not available"
+"""sbatch prints this for what no machine has that the recipe's options leave."""
+
+
+Components = tuple[slurm_job.Component, ...]
 
 
 class SlurmError(Refusal):
     """A command of Slurm's failed; the message is its own."""
 
 
-def ask(*command: str, text: str | None = None) -> str:
+def ask(*command: str, text: str | None = None, timeout_s: float = ANSWER_S) -> str:
     """What a command of Slurm's prints. Raises SlurmError."""
-    options = {"input": text, "capture_output": True, "text": True, "timeout": ANSWER_S, "env": slurm_environment()}
+    options = {"input": text, "capture_output": True, "text": True, "timeout": timeout_s, "env": slurm_environment()}
     try:
         done = subprocess.run(command, check=False, **options)
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} had no answer within {ANSWER_S:g} s") from error
+        raise SlurmError(f"{command[0]} had no answer within {timeout_s:g} s") from error
     if done.returncode:
         said = done.stderr.strip().replace("error: ", "")  # which begins the last words of a process that refuses
         raise SlurmError(said or f"{command[0]} ended with exit code {done.returncode}")
@@ -92,13 +102,11 @@ class SlurmEngine(Engine):
         self.wait_for_name(request.name)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        # With several partitions the reason is that of the one that Slurm tried last; another's machines may do.
+        is_conclusive = "," not in (self.config.slurm.partition or "")
         try:
-            told = ask("sbatch", "--parsable", text=slurm_job.script(request, parts, self.config.slurm))
-        except SlurmError as error:
-            raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
-        job = slurm_job.number(told)
-        try:
-            granted = False
+            job, parts = self._submit(request, parts)
+            granted, hopeless = False, dict[str, float]()
             while not stop.wait(HELD_S if granted else POLL_S):
                 alive.touch()
                 states = _states(job)
@@ -106,14 +114,29 @@ class SlurmEngine(Engine):
                     continue  # slurmctld is restarting; jobs keep running meanwhile
                 if not states:
                     raise Refusal(_ended(job))
-                if not granted and set(states) == {"RUNNING"}:
-                    granted = True
-                    print(GRANTED + _grant(job, request, parts).model_dump_json(), flush=True)
-                elif not granted:
-                    _refuse_what_never_starts(job, states)
-                    say(f"Slurm's job {job} waits: {', '.join(sorted(set(states.values())))}")
+                if granted:
+                    continue
+                reasons = {reason for _, reason in states}
+                if {state for state, _ in states} == {"RUNNING"}:
+                    granted = _print_grant(job, request, parts)
+                    continue
+                if is_conclusive:
+                    hopeless = refuse_what_never_starts(job, reasons, hopeless, time.monotonic())
+                say(f"Slurm's job {job} waits: {', '.join(sorted(reasons))}")
         finally:
             self.withdraw(request.name)
+
+    def _submit(self, request: Request, parts: Components) -> tuple[str, Components]:
+        """The job's number, and its components: one for each pool where the machines left by `options` are too small
+        for all in one.
+        """
+        script = slurm_job.script(request, parts, self.config.slurm)
+        try:
+            return slurm_job.number(ask("sbatch", "--parsable", text=script, timeout_s=SUBMIT_S)), parts
+        except SlurmError as error:
+            if TOO_LARGE in str(error) and parts != (apart := slurm_job.components_apart(request)):
+                return self._submit(request, apart)
+            raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
 
     def drive(self, allocation: str, place: Sequence[str], command: Sequence[str]) -> int:
         """Run the command as a step, under our supervisor.
@@ -143,13 +166,14 @@ class SlurmEngine(Engine):
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
         status = running.wait() or int(lost)
-        if status and not running.stdin.closed and _states(allocation) == {}:
+        if status and not running.stdin.closed and _states(allocation) == []:
             print(f"error: {_ended(allocation)}", file=sys.stderr, flush=True)
         return 128 - status if status < 0 else status
 
     def holds(self, name: str) -> bool:
-        """Whether a job of this user and that name has not ended."""
-        return bool(ask("squeue", *_mine(name), "--noheader", "--format=%i").split())
+        """Whether a job of this user and that name has not ended; the cleaning up of its machines may take minutes."""
+        states = ask("squeue", *_mine(name), "--noheader", "--format=%T").split()
+        return any(state != "COMPLETING" for state in states)
 
     def cancel(self, name: str) -> None:
         """Cancel this user's jobs of that name."""
@@ -161,23 +185,30 @@ def _mine(name: str) -> tuple[str, str]:
     return f"--user={os.getuid()}", f"--name={name}"
 
 
-def _states(job: str) -> dict[str, str] | None:
-    """The states of running components, with a reason; None if Slurm does not answer."""
+def _states(job: str) -> list[tuple[str, str]] | None:
+    """State and reason of each component that has not ended; None if Slurm does not answer."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job}", "--format=%T|%r").splitlines()
     except SlurmError as error:
         say(str(error))
         return None
-    return {state: reason for state, _, reason in (line.partition("|") for line in lines)}
+    return [(state, reason) for state, _, reason in (line.partition("|") for line in lines)]
 
 
-def _refuse_what_never_starts(job: str, states: Mapping[str, str]) -> None:
-    """Raise Refusal for a job that waits for what no other job's end brings about."""
-    if never := sorted(reason for reason in states.values() if NEVER.fullmatch(reason)):
+def refuse_what_never_starts(
+    job: str, reasons: Iterable[str], since: Mapping[str, float], now: float
+) -> dict[str, float]:
+    """Of a job's reasons those that no other job's end removes, with the time since when it has each.
+
+    `since`: what the last look returned. Raises Refusal once it has had one for HOPELESS_S.
+    """
+    began = {reason: since.get(reason, now) for reason in reasons if NEVER.fullmatch(reason)}
+    if never := sorted(reason for reason, first in began.items() if now - first >= HOPELESS_S):
         raise Refusal(
             f"Slurm would never start the job {job}: {', '.join(never)} (`scontrol show partition` and `sacctmgr show "
             "qos` list the limits); correct pools.slurm in the recipe, such as time_limit, or ask for less"
         )
+    return began
 
 
 def _ended(job: str) -> str:
@@ -193,7 +224,18 @@ def _ended(job: str) -> str:
     )
 
 
-def _grant(job: str, request: Request, parts: tuple[slurm_job.Component, ...]) -> Grant:
+def _print_grant(job: str, request: Request, parts: Components) -> bool:
+    """Print what a running job got; False if Slurm does not answer, for which a job that waited long must not end."""
+    try:
+        grant = _grant(job, request, parts)
+    except SlurmError as error:
+        say(f"Slurm's job {job} runs, and is asked again which GPUs it has: {error}")
+        return False
+    print(GRANTED + grant.model_dump_json(), flush=True)
+    return True
+
+
+def _grant(job: str, request: Request, parts: Components) -> Grant:
     granted = {}
     for index, got in enumerate(slurm_job.nodes(ask("scontrol", "--details", "show", "job", job))):
         step = [f"--het-group={index}"] if len(parts) > 1 else []

@@ -101,3 +101,9 @@ def test_no_proxy_stands_before_servers_on_loopback(
     assert seen.get("no_proxy") == seen.get("NO_PROXY")
     assert seen.get("no_proxy", "").startswith(kept or "")
     assert ("no_proxy" in seen) == (kept is not None)
+
+
+def test_nccl_is_given_a_whole_name_of_an_interface() -> None:
+    """It takes a plain one as a beginning of names: eth0 would be eth01 too. Gloo knows whole names only."""
+    environment = settings.interface_environment("eth0")
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}

@@ -1,19 +1,29 @@
 """The queue for a machine's GPUs."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from uuid import uuid4
 
 import pytest
 from httpx import HTTPStatusError, Request, Response
+from prefect import flow
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.logging import disable_run_logger
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.testing.utilities import prefect_test_harness
 
+from infra.files.run_folder import RunFolder
+from infra.processes.process import Owner
+from models.config.recipe import load_recipe
 from tasks import pools
+from tasks.run import OpenRun
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 
 
 class PrefectServer(ThreadingHTTPServer):
@@ -102,6 +112,41 @@ def test_slots_that_cannot_be_given_back_do_not_fail_what_is_done(
     except KeyError as error:
         raised = error
     assert raised is body
+
+
+COMMANDS = {
+    "sinfo": 'echo "n1|16|gpu:4"',
+    "sbatch": "touch {folder}/job; echo 17",
+    "squeue": """[ ! -e {folder}/away ] || {{ echo 'error: Unable to contact slurm controller' >&2; exit 1; }}
+[ ! -e {folder}/job ] || case "$*" in *--jobs=17*) echo 'RUNNING|None' ;; *) echo RUNNING ;; esac""",
+    "scancel": "rm {folder}/job",
+    "scontrol": "printf 'JobId=17\\n     Nodes=n1 CPU_IDs=0-3 Mem=0 GRES=gpu:1(IDX:2)\\n'",
+}
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_away_at_the_end_of_a_lease_does_not_fail_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    for name, script in COMMANDS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script.format(folder=tmp_path)}\n")
+        (tmp_path / name).chmod(0o755)
+    folder = RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    config = load_recipe(
+        RECIPE, ["pools.kind=slurm", "pools.inference_gpus=1", "pools.training_gpus=1", "transport.kind=mooncake"]
+    )
+    opened = OpenRun(config, folder, Owner("run", folder.logs))
+
+    @flow
+    def run() -> list[str]:
+        with pools.lease(opened, "inference") as (pool,):
+            (tmp_path / "away").touch()
+        return list(pool.gpus)
+
+    with prefect_test_harness(server_startup_timeout=120):
+        assert run() == ["n1:2"]
 
 
 def test_workers_that_divide_a_machine_have_queues_of_their_own() -> None:

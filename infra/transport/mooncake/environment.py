@@ -73,12 +73,12 @@ def master_program() -> Path:
 
 
 def choose_protocol(wanted: Literal["auto", "rdma", "tcp"], root: Path = Path("/")) -> Literal["rdma", "tcp"]:
-    """RDMA if a device of this machine has an active port. Raises Refusal if RDMA is required and missing."""
+    """RDMA if this machine has a device that can be used. Raises Refusal if RDMA is required and missing."""
     there = bool(active_devices(root))
     if wanted == "rdma" and not there:
         raise Refusal(
-            "transport.protocol=rdma: no RDMA device of this machine has an active port (`draftsmith doctor` lists "
-            "them): set transport.protocol=auto or tcp"
+            "transport.protocol=rdma: no RDMA device of this machine has an active port and can be opened "
+            "(`draftsmith doctor` lists them): set transport.protocol=auto or tcp"
         )
     return "rdma" if there and wanted != "tcp" else "tcp"
 

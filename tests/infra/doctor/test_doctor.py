@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pynvml
 import pytest
+from rdma_devices import put_rdma_device
 
 from infra import settings
 from infra.doctor import devices, machine, network, software
@@ -242,20 +243,14 @@ def rdma(root: Path, memlock: int) -> list[Finding]:
 
 def test_rdma(tmp_path: Path) -> None:
     assert "no device" in only(rdma(tmp_path, 0)).found
-    port = "sys/class/infiniband/{}/ports/1/{}"
-    files = {
-        port.format("mlx5_0", "state"): "4: ACTIVE\n",
-        port.format("mlx5_0", "link_layer"): "InfiniBand\n",
-        port.format("mlx5_0", "rate"): "400 Gb/sec (4X NDR)\n",
-        port.format("mlx5_1", "state"): "1: DOWN\n",
-        port.format("mlx5_1", "link_layer"): "Ethernet\n",
-        port.format("mlx5_1", "rate"): "40 Gb/sec (4X QDR)\n",
-    }
-    findings = rdma(tree(tmp_path, files), 8 * 2**20)
+    put_rdma_device(tmp_path, "mlx5_0", layer="InfiniBand").unlink()
+    put_rdma_device(tmp_path, "mlx5_1", "1: DOWN")
+    findings = rdma(tmp_path, 8 * 2**20)
     verdicts = {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "RDMA access": "note", "locked memory": "note"}
     assert judged(findings) == verdicts
     assert findings[0].found == "port 1 ACTIVE (InfiniBand, 400 Gb/sec (4X NDR))"
-    tree(tmp_path, {"dev/infiniband/uverbs0": ""})
+    assert findings[2].found.startswith("programs cannot open mlx5_0: ")
+    put_rdma_device(tmp_path, "mlx5_0", layer="InfiniBand")
     findings = rdma(tmp_path, resource.RLIM_INFINITY)
     assert judged(findings) == {"RDMA mlx5_0": "ok", "RDMA mlx5_1": "note", "locked memory": "ok"}
     tree(tmp_path, {"proc/driver/nvidia/version": ""})
@@ -436,9 +431,7 @@ def test_addresses_are_shown_without_their_secrets() -> None:
 
 
 def test_mooncake_s_protocol_is_stated(tmp_path: Path) -> None:
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
     for state, protocol in (("1: DOWN", "TCP"), ("4: ACTIVE", "RDMA")):
-        (port / "state").write_text(state)
+        put_rdma_device(tmp_path, "mlx5_0", state)
         finding = software.mooncake(tmp_path)
         assert finding.verdict == "note" or finding.found.endswith(f"it carries by {protocol}")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from rdma_devices import put_rdma_device
 
 from infra.network.rdma import active_devices, nearest_devices
 
@@ -25,9 +26,7 @@ def machine(tmp_path: Path) -> Path:
     for address, (place, node) in devices.items():
         put(tmp_path, place, node, tmp_path / "sys/bus/pci/devices" / address)
     for name, (place, node, state) in nics.items():
-        port = tmp_path / "sys/class/infiniband" / name / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text(f"4: {state}\n")
+        put_rdma_device(tmp_path, name, f"4: {state}")
         put(tmp_path, place, node, tmp_path / "sys/class/infiniband" / name / "device")
     return tmp_path
 
@@ -51,6 +50,16 @@ def put(root: Path, place: str, node: int, link: Path) -> None:
 )
 def test_the_nearest_of_the_active(machine: Path, gpus: list[str], nearest: list[str]) -> None:
     assert nearest_devices(gpus, machine) == nearest
+
+
+def test_devices_that_carry_nothing_do_not_count(tmp_path: Path) -> None:
+    """A port without a link, one of a kind that Mooncake does not speak, and a device that a container lacks."""
+    put_rdma_device(tmp_path, "mlx5_0", "1: DOWN")
+    put_rdma_device(tmp_path, "rdmap_1", layer="Unspecified")  # EFA
+    file = put_rdma_device(tmp_path, "mlx5_2", layer="InfiniBand")
+    assert active_devices(tmp_path) == ["mlx5_2"]
+    file.unlink()
+    assert active_devices(tmp_path) == []
 
 
 def test_a_machine_without_any(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def ray_cluster(folder: Path, machines: int) -> Iterator[str]:
         pytest.skip("Ray is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")  # else they starve beside other tests
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else Ray looks for 127.0.0.1 on the network
         command = [sys.executable, "-c", CLUSTER, str(machines), str(GPUS)]
         cluster = start("ray", command, Owner("tests", folder))

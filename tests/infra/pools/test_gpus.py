@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
+from rdma_devices import put_rdma_device
 
 from infra.doctor import devices
 from infra.pools.base import PoolBusyError, PoolSpec
@@ -109,9 +110,8 @@ def machine(tmp_path: Path) -> Path:
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{index // 2}\n")
     for number in range(2):
+        put_rdma_device(root, f"mlx5_{number}")
         nic = root / f"sys/class/infiniband/mlx5_{number}"
-        (nic / "ports/1").mkdir(parents=True)
-        (nic / "ports/1/state").write_text("4: ACTIVE\n")
         (nic / "device").mkdir()
         (nic / "device/numa_node").write_text(f"{number}\n")
     return root

@@ -1,5 +1,7 @@
 """Arithmetic of parts and machines, and what Slurm's commands are read as."""
 
+import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from infra.config import PoolsConfig, SlurmConfig
 from infra.pools import slurm_job
 from infra.pools.base import PoolSpec
-from infra.pools.engine import Machine, Request, fit, refuse_what_never_fits
+from infra.pools.engine import Machine, Part, Request, fit, refuse_what_never_fits
 from infra.pools.queued import divide
 from infra.pools.slurm_engine import dry_run
 from infra.pools.slurm_job import Node
@@ -44,6 +46,43 @@ def test_parts_fit_side_by_side_or_they_do_not() -> None:
         refuse_what_never_fits(pools, [SMALL] * 3, "the cluster")
     with pytest.raises(ValueError, match=r"training pool wants 9 GPUs and 18 cores on one machine.*at most 8 GPUs"):
         refuse_what_never_fits(request(PoolSpec("training", 9)), [BIG] * 4, "the cluster")
+
+
+ONE = Part(role="inference", gpus=1, cores=8)
+TRAINER = Part(role="training", gpus=4, cores=16)
+
+
+@pytest.mark.parametrize(
+    ("parts", "machines", "fits"),
+    [
+        ([ONE] * 112, [BIG] * 13, False),  # too many GPUs
+        ([ONE] * 290, [Machine(gpus=8, cores=60)] * 40, False),  # GPUs and cores are enough, but seven fit into each
+        ([ONE] * 280, [Machine(gpus=8, cores=60)] * 40, True),
+        ([ONE] * 65 + [TRAINER] * 48, [BIG] * 32, False),
+        ([ONE] * 64 + [TRAINER] * 48, [BIG] * 32, True),
+        ([TRAINER] * 11 + [ONE] * 33, [Machine(gpus=7, cores=64)] * 11, True),
+        ([TRAINER] * 15, [Machine(gpus=7, cores=64)] * 14, False),
+        ([Part(role="inference", gpus=0, cores=3)] * 600, [BIG] * 28, False),  # 21 fit into each
+    ],
+)
+def test_many_equal_parts_and_machines_are_counted(parts: list[Part], machines: list[Machine], fits: bool) -> None:
+    assert fit(parts, machines) == fits
+
+
+def test_parts_fit_where_any_order_of_placing_them_does() -> None:
+    draw = random.Random(7)
+    for _ in range(300):
+        parts = [Part(role="training", gpus=draw.randrange(4), cores=draw.randrange(1, 5)) for _ in range(4)]
+        machines = [Machine(gpus=draw.randrange(6), cores=draw.randrange(2, 9)) for _ in range(3)]
+        assert fit(parts, machines) == any(
+            all(
+                sum(part.gpus for part, place in zip(parts, places, strict=True) if place == index) <= machine.gpus
+                and sum(part.cores for part, place in zip(parts, places, strict=True) if place == index)
+                <= machine.cores
+                for index, machine in enumerate(machines)
+            )
+            for places in itertools.product(range(3), repeat=4)
+        )
 
 
 def test_a_job_has_one_component_where_one_machine_is_enough_and_one_per_pool_where_not() -> None:

@@ -32,7 +32,7 @@ from target_families import FAMILIES, write
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ray", "slurm"])
+@pytest.mark.parametrize("kind", ["ray", pytest.param("slurm", marks=pytest.mark.long)])
 def test_a_run_on_a_cluster_ends_well(kind: str, request: pytest.FixtureRequest, make_run, tmp_path: Path) -> None:
     place = request.getfixturevalue(f"{kind}_place")
     shared = ["transport.kind=files", f"transport.folder={tmp_path / 'shared'}"]

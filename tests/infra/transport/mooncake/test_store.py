@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kept_store import MIB, WAIT_S, KeptStore, get, kept_store, put
+from rdma_devices import put_rdma_device
 
 from infra.transport.base import StoreUnavailableError, TransferError
 from infra.transport.mooncake.client import MooncakeClient
@@ -97,15 +98,15 @@ def test_a_full_store_makes_its_writer_wait_and_evicts_nothing(store: KeptStore)
 
 
 def test_rdma_where_a_port_is_active(tmp_path: Path) -> None:
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    (port / "state").write_text("1: DOWN\n")
+    put_rdma_device(tmp_path, "mlx5_0", "1: DOWN")
     assert choose_protocol("auto", tmp_path) == "tcp"
     with pytest.raises(ValueError, match=r"no RDMA device of this machine has an active port"):
         choose_protocol("rdma", tmp_path)
-    (port / "state").write_text("4: ACTIVE\n")
+    file = put_rdma_device(tmp_path, "mlx5_0")
     assert choose_protocol("auto", tmp_path) == "rdma"
     assert choose_protocol("tcp", tmp_path) == "tcp"
+    file.unlink()
+    assert choose_protocol("auto", tmp_path) == "tcp"
 
 
 def test_every_piece_is_deleted(store: KeptStore, client: MooncakeClient) -> None:
