@@ -44,7 +44,7 @@ cell was not measured yet, the others all were; `python benchmarks/targets.py` m
 | capture in SGLang | the canary over all captured layers, then samples, from a real server |
 | serving in SGLang | target and exported draft in a real server: the target's own text in verification steps |
 
-Multimodal targets have empty cells for SGLang where it wants an image processor, which a random model has none of.
+Cells of multimodal targets are empty for SGLang where it needs an image processor, which random models do not have.
 Their drafts are trained on text alone here. With `data.images` they see the images of the data, tested for
 Qwen2.5-VL, Qwen3-VL, Qwen3.5 and Gemma 3 ([Your own target and data](your-target.md#images)).
 """

@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import typer
 
+from flows.drafts_command import check_registry
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.local import LocalPools
 from infra.processes.control_groups import cores
@@ -55,7 +56,8 @@ def _leased(folder: Path) -> Iterator[Pool]:
 
 
 def _champion(name: str, folder: Path) -> Path:
-    """The export of a registered model's champion. Raises Refusal if it has none."""
+    """The export of a registered model's champion. Raises Refusal if it has none, or MLflow does not answer."""
+    check_registry()
     from infra.settings import tracking_uri
     from infra.tracking import registry
 

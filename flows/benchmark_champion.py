@@ -2,7 +2,7 @@
 
 from prefect import flow
 
-from infra.drift.traffic import prompts_are_gone
+from infra.drift.store import prompts_are_gone
 from tasks.benchmark import measure_again, note_figures, tell_of_change
 from tasks.events import tell_failure
 from tasks.pools import lease

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from models.config.recipe import RunConfig
 
 app = typer.Typer(
-    help="Keeps the draft model of a served LLM sharp.",
+    help="Train, prove, promote and retrain draft models for speculative decoding.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

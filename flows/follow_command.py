@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def serve_follow(
-    settings: Annotated[Path, typer.Argument(help="A YAML file: draft, folder, servers. See docs/serving.md.")],
+    settings: Annotated[Path, typer.Argument(help="A YAML file: draft, folder, servers. See docs/rollout.md.")],
     once: Annotated[bool, typer.Option("--once", metavar="", help="End when all servers run the champion.")] = False,
     stop_servers: Annotated[
         bool, typer.Option("--stop-servers", metavar="", help="Stop the servers that it started, and end.")
@@ -40,6 +41,7 @@ def serve_follow(
     def say(line: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
 
+    _check_folder(Path(config.folder), settings)
     lock = Path(config.folder) / "lock"
     try:
         with hold(lock), told_to_stop() as stop:
@@ -53,6 +55,19 @@ def serve_follow(
                 stop.wait(config.poll_s)
     except LockHeldError:
         raise Refusal(f"another follower uses {config.folder}: each needs a folder of its own") from None
+
+
+def _check_folder(folder: Path, settings: Path) -> None:
+    """Raise Refusal where the follower cannot keep its files in `folder`, which is created if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise Refusal(
+            f"`folder` of {settings} is {folder}, and nothing can be written there ({error.strerror}): name a folder "
+            "that this user may write to"
+        ) from error
 
 
 def _read(settings: Path) -> "FollowConfig":

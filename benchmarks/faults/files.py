@@ -1,6 +1,6 @@
 """Files that a crash of the machine, a broken disk or a person damages. Except for the arena, the run is dead then.
 
-What is promised of each kind of file stands in docs/structure.md, "Damaged files".
+What is promised of each kind of file stands in docs/reliability.md, "Damaged files".
 """
 
 import random

@@ -251,17 +251,26 @@ def _template_arguments(text: str) -> dict[str, TemplateArgument]:
         ) from error
 
 
+def _check_writable(file: Path) -> None:
+    """Raise Refusal, before hours of measuring, where no such file can be written."""
+    there = next(place for place in file.absolute().parents if os.path.lexists(place))
+    if file.is_dir() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise Refusal(f"{file} cannot be written: give --json and --page a file in a folder that you may write to")
+
+
 def main() -> None:
     options = bench_parser().parse_args()
+    for place in filter(None, (options.json, options.page)):
+        _check_writable(place)
     result = bench(options)
-    if options.json:
-        write_atomically(options.json, result)
-    if options.page:
-        write_atomically(options.page, page(result))
     console = Console(markup=False)
     for suite in result.suites:
         console.print(table(result, suite))
     print("\n".join(lines(result)), flush=True)
+    if options.json:
+        write_atomically(options.json, result)
+    if options.page:
+        write_atomically(options.page, page(result))
     if any(cell.mismatches for cell in result.cells):
         sys.exit(1)
 

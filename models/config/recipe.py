@@ -27,6 +27,8 @@ from models.config.target_settings import completed
 from models.config.training import TrainingConfig
 
 SILENCE_S = 30 * 86_400.0
+FILLED_IN = (("draft",), ("target", "aux_layer_ids"))
+"""A recipe may leave these out: a target whose section is valid says them."""
 LISTED = 20
 """Most problems of a recipe in one message."""
 
@@ -334,6 +336,8 @@ def _without_method(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _explain(what: str, error: ValidationError) -> str:
     """Every problem with its place."""
     problems = error.errors()
+    if any(problem["loc"][:1] == ("target",) and problem["loc"] not in FILLED_IN for problem in problems):
+        problems = [problem for problem in problems if problem["type"] != "missing" or problem["loc"] not in FILLED_IN]
     lines = [f"{what} is not valid; correct these settings:"]
     for problem in problems[:LISTED]:
         place = ".".join(str(part)[:80] for part in _without_method(problem["loc"])) or "recipe"

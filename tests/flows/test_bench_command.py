@@ -14,6 +14,7 @@ from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.local import LocalPools
 from infra.processes.process import Owner
 from infra.refusal import Refusal
+from models.benchmark import standalone
 
 GPUS = ("GPU-aa", "GPU-bb")
 
@@ -62,3 +63,22 @@ def test_a_bench_takes_no_gpu_that_a_run_holds(machine: LocalPools, tmp_path: Pa
     with pytest.raises(Refusal, match=r"2 are held by other runs now; wait .* CPU \(CUDA_VISIBLE_DEVICES=\)"):
         bench()
     machine.release("run")
+
+
+def test_a_registry_that_is_away_is_said_before_anything_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    arguments = ["bench", "--target", "t", "--draft", "d", "--suite", "gsm8k", "--champion-of", "draft-x"]
+    with pytest.raises(Refusal, match=r"http://127\.0\.0\.1:9"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+@pytest.mark.parametrize("option", ["--json", "--page"])
+@pytest.mark.parametrize("place", [".", "file/results"])
+def test_figures_that_nothing_could_hold_are_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    arguments = ["bench", "--target", "t", "--draft", "d", "--suite", "gsm8k", option, str(tmp_path / place)]
+    monkeypatch.setattr("sys.argv", arguments)
+    with pytest.raises(Refusal, match="cannot be written: give --json and --page a file"):
+        standalone.main()

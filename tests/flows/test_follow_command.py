@@ -24,3 +24,13 @@ def test_settings_that_are_wrong(tmp_path: Path, content: str | None, message: s
         settings.write_text(content)
     with pytest.raises(Refusal, match=message):
         serve_follow(settings)
+
+
+@pytest.mark.parametrize("folder", ["/sys/kernel", "/sys/drafts", "notes.txt", "notes.txt/drafts"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    settings = Path("follower.yaml")
+    settings.write_text(f"draft: a\nfolder: {folder}\nservers: [{{url: 'http://127.0.0.1:1', command: sleep}}]\n")
+    with pytest.raises(Refusal, match=rf"`folder` of follower.yaml is .*{folder}, and nothing can be written there"):
+        serve_follow(settings)

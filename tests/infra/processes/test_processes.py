@@ -94,7 +94,7 @@ def test_a_failure_names_role_code_log_and_its_last_lines(tmp_path: Path) -> Non
 
 
 def test_a_death_by_signal_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ProcessFailedError, match="killed by signal 9"):
+    with pytest.raises(ProcessFailedError, match="killed by signal 9, as the kernel does where memory runs out"):
         run_shell(tmp_path, "kill -9 $$").wait(WAIT_S)
 
 

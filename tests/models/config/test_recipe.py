@@ -9,7 +9,7 @@ from infra.files.atomic import write_atomically
 from infra.pools.base import PoolSpec
 from infra.pools.run_pools import generator_spec, pool_specs
 from infra.refusal import Refusal
-from models.config.recipe import RunConfig, load_recipe, read_config
+from models.config.recipe import RunConfig, as_recipe, load_recipe, read_config
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny.yaml"
 
@@ -127,3 +127,12 @@ def test_what_the_target_generates_keeps_its_reasoning() -> None:
     with pytest.raises(Refusal, match=r"data\.thinking=strip would change what the target generated .*set it to mask"):
         load_recipe(TINY, [*settings, "data.thinking=strip"])
     assert load_recipe(TINY, [*settings, "data.thinking=mask"]).data.regeneration is not None
+
+
+def test_what_a_valid_target_fills_in_is_not_asked_for() -> None:
+    with pytest.raises(Refusal) as caught:
+        as_recipe({"name": "x", "target": {"source": "/models/m", "name": "m"}, "data": {"source": "a.jsonl"}}, "it")
+    assert str(caught.value) == (
+        "it is not valid; correct these settings:\n"
+        "  target.source: Input should be 'huggingface', 'gguf-package' or 'tiny' (got '/models/m')"
+    )
