@@ -33,7 +33,8 @@ class TargetConfig(StrictConfig):
     @property
     def hub_id(self) -> str | None:
         """The target's id on the Hub; None for a local target."""
-        return self.name if self.source == "huggingface" and not Path(self.name).exists() else None
+        is_local = self.name.startswith(("~", "/", ".")) or Path(self.name).exists()
+        return None if is_local or self.source != "huggingface" else self.name
 
 
 @dataclass(frozen=True)

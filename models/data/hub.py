@@ -32,7 +32,7 @@ def model_folder(
     """
     folder = expanded(setting, name)
     if folder.is_dir():
-        return folder.absolute()
+        return folder.resolve()  # a link may lead elsewhere before a run ends
     with hub_refusals(f"{setting}: there is no folder {name} (looked in {Path.cwd()})", name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
 

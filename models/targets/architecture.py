@@ -2,13 +2,16 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig, Qwen2Config
+
+from infra.refusal import Refusal
 
 # What reads weights is called as `transformers.X`, so that a process that reads configurations only does not import
 # all modelling code (4 s).
@@ -40,6 +43,15 @@ def read_model_config(folder: Path) -> PretrainedConfig:
     if kind is None:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     return kind(**settings | {"model_type": kind.model_type})
+
+
+def floating_config(folder: Path) -> PretrainedConfig:
+    """The configuration of a quantized target as a floating-point model; of another one its own."""
+    config = read_model_config(folder)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            delattr(part, "quantization_config")  # declared nowhere, so pyright knows no such attribute to delete
+    return config
 
 
 def context_length(text: PretrainedConfig) -> int:
@@ -75,12 +87,54 @@ def media_ids(config: PretrainedConfig) -> tuple[int, ...]:
 def load_model(
     folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu", sees: bool = False
 ) -> "transformers.PreTrainedModel":
-    """Load a target, with the attention that transformers chooses for it. `sees`: it reads images."""
+    """Load a target, with the attention that transformers chooses for it. `sees`: it reads images.
+
+    Raises Refusal where weights are missing.
+    """
     config = read_model_config(folder)
-    model = model_class(config, sees).from_pretrained(folder, config=config, dtype=dtype)
+    options = {"config": config, "dtype": dtype, "output_loading_info": True}
+    model, info = model_class(config, sees).from_pretrained(folder, **options)
+    check_loaded(folder, model, info, sees)
     # The folder's would be mixed into every call of `generate`, a penalty for repetition for instance.
     model.generation_config = transformers.GenerationConfig()
     return model.to(device)
+
+
+def load_weights(
+    config: PretrainedConfig, weights: dict[str, Tensor], **options: Any
+) -> tuple["transformers.PreTrainedModel", dict[str, Any]]:
+    """A target's model from weights by name, and what transformers tells of its loading.
+
+    Like its Auto classes, which read weights from files alone.
+    """
+    kind = model_class(config)._model_mapping[type(config)]
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True, **options)
+
+
+def check_loaded(
+    folder: Path, model: "transformers.PreTrainedModel", info: Mapping[str, Any], sees: bool = False
+) -> None:
+    """Raise Refusal for weights that a target's files lack, which transformers fills with random numbers.
+
+    `sees`: also for those that images alone are read with.
+    """
+    missing = sorted(info["missing_keys"])
+    if not sees:
+        modules = (decoder_of(model), model.get_output_embeddings())
+        reading = [name for name, module in model.named_modules() if any(module is other for other in modules)]
+        missing = [name for name in missing if name.startswith(tuple(f"{name}." for name in reading))]
+    if not missing:
+        return
+    lost = f"{folder} lacks {len(missing)} of the architecture's weights, {missing[0]} first"
+    for name in sorted(info["unexpected_keys"]):
+        if name.endswith(f".{missing[0]}") or missing[0].endswith(f".{name}"):
+            raise Refusal(
+                f"{lost}, or has them under other names ({name}): save the plain model again with save_pretrained "
+                "(after merge_and_unload() of PEFT's, and for a compiled one its _orig_mod)"
+            )
+    raise Refusal(f"{lost}: fetch its files again, or correct the sizes in its config.json")
 
 
 def has_experts(config: PretrainedConfig) -> bool:

@@ -7,10 +7,10 @@ import torch
 from accelerate import cpu_offload, init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from infra.refusal import Refusal
-from models.targets.architecture import model_class, read_model_config
+from models.targets.architecture import check_loaded, floating_config, load_weights, model_class
 from models.targets.quantization import PACKED, StoredMatrix
 from models.targets.weights import tensor_files
 
@@ -26,11 +26,10 @@ class DequantizedWeights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path, dtype: torch.dtype):
         self._folder, self._dtype, self._files = folder, dtype, tensor_files(folder)
-        self._matrices = dict[str, StoredMatrix]()
-        for name in self._files:
-            module, _, last = name.rpartition(".")
-            if last in ("weight", *PACKED):
-                self._matrices[f"{module}.weight"] = StoredMatrix.find(folder, self._files, module)
+        parts = [name.rpartition(".") for name in self._files]
+        modules = [module for module, _, last in parts if last in ("weight", *PACKED)]
+        found = StoredMatrix.find_all(folder, self._files, modules)
+        self._matrices = {f"{module}.weight": matrix for module, matrix in found.items()}
         others = [name for name in self._files if not name.endswith((*NO_WEIGHTS, *PACKED))]
         self._names = dict.fromkeys([*self._matrices, *others])
 
@@ -60,11 +59,12 @@ def load_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """Load a target whose fp8 and NVFP4 weights are dequantized.
 
     transformers dequantizes fp8 only, and blocks of 128 wrongly where they do not divide a weight (5.23). Raises
-    Refusal for packed weights.
+    Refusal for packed weights, and where weights are missing.
     """
-    config, weights = _floating(folder), dict(DequantizedWeights(folder, dtype))
-    kind = model_class(config)._model_mapping[type(config)]
-    return kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype)
+    config, weights = floating_config(folder), dict(DequantizedWeights(folder, dtype))
+    model, info = load_weights(config, weights, dtype=dtype)
+    check_loaded(folder, model, info)
+    return model
 
 
 def stream_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -72,7 +72,7 @@ def stream_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises Refusal for packed weights, and where transformers names weights otherwise than the files (experts).
     """
-    config, weights = _floating(folder), DequantizedWeights(folder, dtype)
+    config, weights = floating_config(folder), DequantizedWeights(folder, dtype)
     with init_empty_weights(include_buffers=False):
         model = model_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
@@ -86,12 +86,3 @@ def stream_dequantized(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise Refusal(f"its files have no {unknown[0]}, as transformers calls it, so weights cannot be read one by one")
     cpu_offload(model, torch.device("cpu"), state_dict=weights)  # type: ignore[arg-type]
     return model.eval()
-
-
-def _floating(folder: Path) -> PretrainedConfig:
-    """The configuration of a quantized target as a floating-point model."""
-    config = read_model_config(folder)
-    for part in (config, config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            delattr(part, "quantization_config")  # declared nowhere, so pyright knows no such attribute to delete
-    return config

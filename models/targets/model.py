@@ -217,7 +217,7 @@ class TargetModel:
 
 def eos_ids(target: Path) -> frozenset[int]:
     """The tokens that end the target's text: those of its configuration, its generation configuration and its tokenizer
-    together, as in SGLang; they differ in many fine-tuned targets."""
+    together, as in SGLang; they differ in many fine-tuned targets. Raises ValueError for one that is no token id."""
     config = read_model_config(target)
     named = [getattr(config, "eos_token_id", None)]
     if (target / GENERATION_CONFIG).is_file():
@@ -226,7 +226,10 @@ def eos_ids(target: Path) -> frozenset[int]:
         named.append(config.get_text_config().eos_token_id)
     if (target / TOKENIZER_CONFIG).is_file():
         named.append(read_tokenizer(target).eos_token_id)
-    return frozenset(token for ids in named if ids is not None for token in ([ids] if isinstance(ids, int) else ids))
+    ends = [token for ids in named if ids is not None for token in (ids if isinstance(ids, list) else [ids])]
+    if odd := [token for token in ends if not isinstance(token, int)]:
+        raise ValueError(f"eos_token_id {odd[0]!r} ends its text, and is no token id")
+    return frozenset(ends)
 
 
 def _own_head(model: "transformers.PreTrainedModel") -> TargetHead:

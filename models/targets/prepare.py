@@ -12,6 +12,7 @@ from unittest import mock
 import gguf
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from transformers import AutoTokenizer, GgufConfig, PretrainedConfig
 
@@ -30,8 +31,9 @@ from models.targets.architecture import decoder_of, media_ids, model_class, read
 from models.targets.model import eos_ids
 from models.targets.quantization import read_quantization
 from models.targets.rehearsal import rehearse
+from models.targets.stored_shapes import check_stored
 from models.targets.tiny import trained_tiny
-from models.targets.weights import find_target_head, tensor_files
+from models.targets.weights import check_tied, find_target_head, tensor_files
 
 PACKAGE_FORMAT = 1
 """Increment when the same package gives another folder."""
@@ -53,6 +55,25 @@ _HUB_FILES = [
 # Copies of the same weights in the format of their authors' own code (Llama, gpt-oss, Mistral), as large again. The
 # pattern for safetensors would match them, as "*" matches "/". A repository that has no others is refused in any case.
 _HUB_IGNORED = ["original/*", "metal/*", "consolidated*"]
+
+# What decides a target's text. Anything else beside it, an evaluation's results for instance, may come and go.
+_HASHED = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "*processor_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "*.model",
+    "*.tiktoken",
+    "*.jinja",
+]
 
 
 def prepare_target(config: TargetConfig) -> TargetRecord:
@@ -149,13 +170,18 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         with torch.device("meta"):
             model = model_class(config).from_config(config)
         read_tokenizer(folder)
-    except (ValueError, OSError) as error:
+        eos_ids(folder)
+    # transformers raises the last ones for settings of another type than it wants, and for missing ones.
+    except (ValueError, OSError, StrictDataclassError, LookupError, TypeError, AttributeError) as error:
         if "trust_remote_code" in str(error):
             raise Refusal(
                 f"{folder}: transformers {transformers.__version__} knows this target by code of its repository alone, "
                 "which is never run here: choose another target, or a newer transformers that has its architecture"
             ) from error
-        raise Refusal(f"{folder} is not a causal language model with a tokenizer: {error}") from error
+        reason = " ".join(str(error).split())
+        raise Refusal(
+            f"{folder} is not a causal language model with a tokenizer that transformers can read: {reason}"
+        ) from error
     layers = getattr(decoder_of(model), "layers", None)
     head = model.get_output_embeddings()
     text = config.get_text_config()
@@ -165,14 +191,16 @@ def _checked(folder: Path, aux_layer_ids: tuple[int, ...]) -> PretrainedConfig:
         raise Refusal(f"{folder}: the architecture {config.model_type!r} has no plain output head (or one with bias)")
     check_layers(aux_layer_ids, len(layers))
     find_target_head(folder)
+    check_stored(folder)
+    check_tied(folder)
     rehearse(config)
     return config
 
 
 def _files_hash(folder: Path) -> str:
-    """Hash of weights, configuration and tokenizer."""
+    """Hash of weights, configuration, tokenizer, processors and chat templates."""
     digest = hashlib.sha256()
-    for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.json"), *folder.glob("*.jinja"))):
+    for path in sorted({path for pattern in _HASHED for path in folder.glob(pattern) if path.is_file()}):
         digest.update(f"{path.name} {sha256_file(path)}\n".encode())
     return digest.hexdigest()[:40]
 

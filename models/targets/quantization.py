@@ -75,18 +75,28 @@ class StoredMatrix:
     @classmethod
     def find(cls, folder: Path, files: Mapping[str, str], module: str) -> "StoredMatrix":
         """Look at the tensors' data types; no weights are read. Raises Refusal for a packed format."""
-        own = {name.removeprefix(f"{module}."): file for name, file in files.items() if name.startswith(f"{module}.")}
-        dtypes = {name: _dtype(folder / file, f"{module}.{name}") for name, file in own.items()}
-        settings = quantization_settings(folder)
-        layout = _layout(dtypes)
-        if layout is None:
-            stored = ", ".join(f"{name} {dtype}" for name, dtype in sorted(dtypes.items()))
-            raise Refusal(
-                f"{folder}: {module} is stored as {stored} ({read_quantization(folder) or 'no quantization_config'}), "
-                "and the draft's training reads float, fp8 and NVFP4 only: quantize the target with this module left "
-                "out (ignore, modules_to_not_convert or exclude_modules; for GPTQ lm_head: false)"
-            )
-        return cls(folder, module, own, layout, _block(settings))
+        return cls.find_all(folder, files, [module])[module]
+
+    @classmethod
+    def find_all(cls, folder: Path, files: Mapping[str, str], modules: Iterable[str]) -> dict[str, "StoredMatrix"]:
+        """The same for several modules, by module; the header of each file is read once."""
+        own: dict[str, dict[str, str]] = {module: {} for module in modules}
+        by_file: dict[str, list[tuple[str, str]]] = {}
+        for name, file in files.items():
+            module, _, last = name.rpartition(".")
+            if module in own:
+                own[module][last] = file
+                by_file.setdefault(file, []).append((module, last))
+        dtypes: dict[str, dict[str, str]] = {module: {} for module in own}
+        for file, tensors in by_file.items():
+            with safe_open(folder / file, framework="pt") as opened:
+                for module, last in tensors:
+                    dtypes[module][last] = opened.get_slice(f"{module}.{last}").get_dtype()
+        block = _block(quantization_settings(folder))
+        return {
+            module: cls(folder, module, tensors, _layout_of(folder, module, dtypes[module]), block)
+            for module, tensors in own.items()
+        }
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """`[N, K]`, dequantized in float32 and then rounded to `dtype`."""
@@ -145,6 +155,18 @@ def _e2m1(codes: Tensor) -> Tensor:
     return values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).int()]
 
 
+def _layout_of(folder: Path, module: str, dtypes: Mapping[str, str]) -> Layout:
+    layout = _layout(dtypes)
+    if layout is None:
+        stored = ", ".join(f"{name} {dtype}" for name, dtype in sorted(dtypes.items()))
+        raise Refusal(
+            f"{folder}: {module} is stored as {stored} ({read_quantization(folder) or 'no quantization_config'}), and "
+            "the draft's training reads float, fp8 and NVFP4 only: quantize the target with this module left out "
+            "(ignore, modules_to_not_convert or exclude_modules; for GPTQ lm_head: false)"
+        )
+    return layout
+
+
 def _layout(dtypes: Mapping[str, str]) -> Layout | None:
     """By safetensors' names of the data types of a module's tensors; None for a format that cannot be read."""
     weight = dtypes.get("weight")
@@ -166,8 +188,3 @@ def _block(settings: Mapping[str, Any]) -> tuple[int, int]:
     structures = [(group.get("weights") or {}).get("block_structure") for group in groups if isinstance(group, dict)]
     height, width = next((size for size in (settings.get("weight_block_size"), *structures) if size), (BLOCK, BLOCK))
     return int(height), int(width)
-
-
-def _dtype(path: Path, name: str) -> str:
-    with safe_open(path, framework="pt") as file:
-        return file.get_slice(name).get_dtype()

@@ -1,8 +1,8 @@
 """Tries a target's architecture at a small size before anything large is loaded.
 
 The miniature has the target's own classes and layers of every kind, small random weights, and windows shorter than the
-text. What capture and decoding rely on is checked: captured layers are those that the model reports, a forward with a
-cache equals one without, and two branches of a tree equal two texts.
+text. What capture and decoding rely on is checked: captured layers and logits are those that the model reports, a
+forward with a cache equals one without, and two branches of a tree equal two texts.
 """
 
 import copy
@@ -129,11 +129,13 @@ def _try(config: PretrainedConfig, narrow: bool) -> None:
     target = TargetModel(model, range(layers))
     tokens = torch.randint(8, len(target.head_weight), (1, TOKENS), generator=torch.Generator().manual_seed(1))
     whole = target.forward(tokens)
-    reported = model(input_ids=tokens, output_hidden_states=True).hidden_states
+    output = model(input_ids=tokens, output_hidden_states=True)
+    reported = output.hidden_states
     # The last entry is the output after the final norm.
     expected = torch.cat(reported[1:layers], dim=-1)
     _compare("a captured layer is not what the model reports", whole.aux[..., : expected.shape[-1]], expected)
     _compare("the final states are not what the model reports", whole.last, reported[-1])
+    _compare("its logits are scaled in a way of its own", target.logits(whole.last[0]), output.logits[0])
     cache = target.new_cache()
     parts = [target.forward(part, cache).last for part in tokens.split([CACHED, TOKENS - CACHED - 1, 1], dim=1)]
     _compare("a forward with a cache differs from one without", torch.cat(parts, dim=1), whole.last)

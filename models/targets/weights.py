@@ -101,12 +101,27 @@ def find_target_head(path: Path) -> StoredHead:
     return StoredHead(found[0], found[1])
 
 
+def check_tied(path: Path) -> None:
+    """Raise Refusal for a head of its own where the config ties it: SGLang takes the embedding, transformers the head.
+
+    Both are read where both are stored.
+    """
+    stored = find_target_head(path)
+    if stored.head is None or not _tied(read_model_config(path)):
+        return
+    if not torch.equal(stored.embedding.read(torch.bfloat16), stored.head.read(torch.bfloat16)):
+        raise Refusal(
+            f"{path}: {stored.head.module} differs from {stored.embedding.module}, and its config.json ties the two, "
+            "so SGLang would serve another head than the files': set tie_word_embeddings: false in its config.json"
+        )
+
+
 def logit_shape(config: PretrainedConfig) -> tuple[float, float | None]:
-    """(factor, soft cap or None) applied to `h @ head.T`: Cohere multiplies by its factor, Granite divides."""
+    """(factor, soft cap or None) applied to `h @ head.T`: Cohere and HyperCLOVA X multiply, Granite divides."""
     text = config.get_text_config()
-    factor = getattr(text, "logit_scale", None) or 1.0
-    divisor = getattr(text, "logits_scaling", None) or 1.0
-    return float(factor) / float(divisor), getattr(text, "final_logit_softcapping", None)
+    factor, scaling = (float(getattr(text, key, None) or 1.0) for key in ("logit_scale", "logits_scaling"))
+    factor = factor * scaling if text.model_type == "hyperclovax" else factor / scaling
+    return factor, getattr(text, "final_logit_softcapping", None)
 
 
 def tensor_files(path: Path) -> dict[str, str]:

@@ -175,3 +175,9 @@ def test_a_target_that_cannot_be_read_is_refused_with_the_remedy(recipe_for, tmp
     (tmp_path / "target" / "config.json").unlink()
     with pytest.raises(Refusal, match="cannot be read"):
         load_recipe(tmp_path / "three.yaml")
+
+
+@pytest.mark.parametrize("name", ["~/models/own", "/models/own", "./own", "../own"])
+def test_a_path_is_no_id_of_the_hub(name: str) -> None:
+    assert TargetConfig(name=name, aux_layer_ids=(0,)).hub_id is None
+    assert TargetConfig(name="owner/own", aux_layer_ids=(0,)).hub_id == "owner/own"

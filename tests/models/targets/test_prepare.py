@@ -49,6 +49,50 @@ def test_the_revision_follows_the_files(copy: Path, tiny_target: TargetRecord, c
     assert prepare_target(hugging_face(copy)).revision != tiny_target.revision
 
 
+def test_the_revision_is_that_of_the_targets_own_files(copy: Path, tiny_target: TargetRecord) -> None:
+    for name in ("results_2026-11-30.json", "trainer_state.json", "evaluation.jinja2", "notes.txt"):
+        (copy / name).write_text("{}")
+    assert prepare_target(hugging_face(copy)).revision == tiny_target.revision
+    for name in ("merges.txt", "preprocessor_config.json", "chat_template.jinja"):
+        before = prepare_target(hugging_face(copy)).revision
+        (copy / name).write_text("{}")
+        assert prepare_target(hugging_face(copy)).revision != before, name
+
+
+def test_a_link_is_resolved_once(copy: Path, tmp_path: Path) -> None:
+    """Whoever points it elsewhere while a run lasts would mix two targets."""
+    (tmp_path / "current").symlink_to(copy)
+    record = prepare_target(hugging_face(tmp_path / "current"))
+    assert (record.name, record.path) == (str(tmp_path / "current"), str(copy.resolve()))
+
+
+def settings(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (settings(rms_norm_eps=1), "Field 'rms_norm_eps' expected float"),
+        (settings(num_attention_heads=5), "not a multiple of the number of attention heads"),
+        (settings(rope_parameters={"rope_type": "linear", "rope_theta": 1e4}), "Missing required keys.*'factor'"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "list"),
+        (lambda folder: (folder / "generation_config.json").write_text("{"), r"generation_config\.json.* not a valid"),
+        (lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}'), "ends its text"),
+    ],
+)
+def test_settings_that_transformers_does_not_take_are_refused(
+    copy: Path, damage: Callable[[Path], None], told: str
+) -> None:
+    damage(copy)
+    with pytest.raises(Refusal, match=f"copy is not a causal language model .* can read: .*{told}"):
+        prepare_target(hugging_face(copy))
+
+
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 

@@ -7,7 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from quantizers import Tensors, awq, fp8_blocks, fp8_rows, fp8_tensor, gptq, nvfp4, pack_quantized, quantize
+from quantizers import (
+    Tensors,
+    awq,
+    fp8_blocks,
+    fp8_rows,
+    fp8_tensor,
+    gptq,
+    linear_modules,
+    nvfp4,
+    pack_quantized,
+    quantize,
+)
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -15,6 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models.config.target import TargetConfig
+from models.targets import quantization
+from models.targets.dequantized import DequantizedWeights
 from models.targets.prepare import prepare_target
 from models.targets.quantization import read_quantization
 from models.targets.weights import read_target_head
@@ -137,3 +151,18 @@ def test_what_a_checkpoint_says_of_its_quantization(target: Path) -> None:
     settings = {"quant_method": "gptq", "bits": 8}
     (target / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": settings}}))
     assert read_quantization(target) == "gptq 8-bit"
+
+
+def test_each_files_header_is_read_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model of experts has ten thousands of matrices."""
+    quantize(target, linear_modules(target), fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    opened: list[Path] = []
+
+    def noted(path: Path, framework: str) -> Any:
+        opened.append(path)
+        return safe_open(path, framework=framework)
+
+    monkeypatch.setattr(quantization, "safe_open", noted)
+    weights = DequantizedWeights(target, torch.float32)
+    assert len(weights) > 15
+    assert opened == [target / "model.safetensors"]

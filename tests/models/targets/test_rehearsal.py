@@ -1,10 +1,16 @@
 """Architectures are tried at a small size: what cannot be decoded is refused, with the reason, before it is loaded."""
 
+from typing import Any
+
 import pytest
 from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    HyperCLOVAXConfig,
+    Lfm2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxConfig,
     PretrainedConfig,
     Qwen3_5Config,
@@ -19,6 +25,26 @@ SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, 
 def test_a_cache_that_only_the_model_itself_can_make_is_refused() -> None:
     with pytest.raises(ValueError, match=r"(?s)minimax cannot be captured and decoded.*cache of its own"):
         rehearse(MiniMaxConfig(**SMALL, num_hidden_layers=2, intermediate_size=32, num_local_experts=2))
+
+
+def test_a_final_norm_of_another_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lfm2 cannot be captured and decoded.*no attribute 'norm'"):
+        rehearse(Lfm2Config(**SMALL, num_hidden_layers=2, intermediate_size=32, layer_types=["conv", "full_attention"]))
+
+
+def test_logits_that_the_model_scales_in_a_way_of_its_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SMALL | {"num_hidden_layers": 2, "intermediate_size": 32}
+    rehearse(HyperCLOVAXConfig(**sizes, logits_scaling=0.125))
+    plain = LlamaForCausalLM.forward
+
+    def doubled(self: LlamaForCausalLM, *arguments: Any, **named: Any) -> Any:
+        output = plain(self, *arguments, **named)
+        output.logits = 2 * output.logits
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
+    with pytest.raises(ValueError, match=r"llama cannot be captured.*its logits are scaled in a way of its own"):
+        rehearse(LlamaConfig(**sizes))
 
 
 @pytest.mark.parametrize("kind", [DeepseekV3Config, Gemma3TextConfig, Qwen3NextConfig])

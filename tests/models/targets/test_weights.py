@@ -14,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     GraniteForCausalLM,
+    HyperCLOVAXConfig,
+    HyperCLOVAXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -38,6 +40,7 @@ FAMILIES = {
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, final_logit_softcapping=5.0)),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.25)),
     "granite": lambda: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=8.0)),
+    "hyperclovax": lambda: HyperCLOVAXForCausalLM(HyperCLOVAXConfig(**SIZES, logits_scaling=0.125)),
 }
 
 
