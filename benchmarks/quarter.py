@@ -172,7 +172,7 @@ class Life:
         drafts = list(self.drafts.values())
         versions = {url: one.version for url, one in identify_all(self.record, seen, drafts).items()}
         self.record = self.record.observe(seen, versions, self.config.traffic, now, self.config.window_steps)
-        for series in self.record.live:
+        for series in self.record.live(self.config.traffic):
             self._assess(series, now)
         change = self.record.change_under(self.champion.version)
         if change and now >= self.record.change_announced + 3600 * self.config.quiet_hours:

@@ -140,7 +140,7 @@ def live(month: Month) -> list[dict[str, Any]]:
         if month.registry_decides:
             versions = dict.fromkeys(versions, champion.version)
         record = record.observe(seen, versions, config.traffic, now, config.window_steps)
-        for series in record.live:
+        for series in record.live(config.traffic):
             test, draft = tests[series.served.version], drafts[series.served.version - 1]
             finding = assess(record, series.trimmed(month.keep, test), draft, champion, test, config)
             record = record.with_series(finding.series)

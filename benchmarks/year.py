@@ -105,7 +105,7 @@ def watch(week: int) -> None:
     from infra.drift.config import WatchConfig
     from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
     from infra.drift.sequential import DriftTest, Reference
-    from infra.drift.traffic import TrafficStore
+    from infra.drift.store import TrafficStore
     from infra.settings import runs_folder, tracking_uri
     from infra.tracking.registry import champion
     from tasks.drift import ENDED_WINDOWS
@@ -123,7 +123,7 @@ def watch(week: int) -> None:
         seen = Scrape(readings={url: Reading(counters=counters, lookahead=4, draft_tokens=5, draft=served)})
         now = week * 7 * 86_400.0 + look * 900.0
         record = record.observe(seen, {url: draft.version}, "greedy", now, config.window_steps)
-    live = [series.served for series in record.live]
+    live = [series.served for series in record.live("greedy")]
     for series in record.series:
         keep = config.keep_windows if series.served in live else ENDED_WINDOWS
         record = record.with_series(series.trimmed(keep, test))

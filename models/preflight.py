@@ -286,7 +286,10 @@ def check_prompts(run: RunWithTarget) -> None:
 
 
 def check_live(run: RunWithTarget) -> None:
-    """Raise Refusal unless every server of the recipe can be learned from now, and private data can be searched for."""
+    """Raise Refusal unless every server of the recipe can be learned from, and private data can be searched for.
+
+    A server that is restarted is waited for, as long as one may take to start.
+    """
     live = run.config.generator.live
     assert live is not None, "called for runs that learn from servers"
     private_data_finder()
@@ -298,7 +301,7 @@ def check_live(run: RunWithTarget) -> None:
             f"{whole}"
         )
     for server in live.servers:
-        tap = open_tap(server, wanted_of(run), Event(), timeout_s=0.0)
+        tap = open_tap(server, wanted_of(run), Event(), run.config.generator.sglang.start_timeout_s)
         assert tap is not None, "nobody stops this wait"
         tap.close()
     print(f"learning from users of {len(live.servers)} servers: {live.consent}", flush=True)

@@ -16,8 +16,9 @@ from infra.drift.decision import RECENT, DriftFinding, assess
 from infra.drift.identity import identify_all
 from infra.drift.scrape import scrape
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Reference, Statistic
+from infra.drift.store import TrafficStore
 from infra.drift.target import ReportedTarget
-from infra.drift.traffic import Series, TrafficRecord, TrafficStore, TrafficWindow, mean_length
+from infra.drift.traffic import Series, TrafficRecord, TrafficWindow, mean_length
 from infra.files.atomic import write_atomically
 from infra.network.health import public
 from infra.processes.process import Owner, module, start
@@ -151,7 +152,7 @@ def report_unknown(look: TrafficScan) -> TrafficScan:
 def judge_traffic(look: TrafficScan) -> TrafficScan:
     """Trim each served version's windows, and test them against its own benchmark."""
     config, findings, refusals = look.config, [], []
-    traffic, live = look.traffic, [series.served for series in look.traffic.live]
+    traffic, live = look.traffic, [series.served for series in look.traffic.live(config.traffic)]
     for series in look.traffic.series:
         draft = look.versions.get(series.served.version)
         if draft is None or (series.served not in live and len(series.windows) <= ENDED_WINDOWS):
@@ -159,8 +160,9 @@ def judge_traffic(look: TrafficScan) -> TrafficScan:
         try:
             test = DriftTest(_reference(config, draft, series), config.fall, config.average_run_length)
         except Refusal as refusal:
-            get_run_logger().warning(str(refusal))
-            refusals.append(refusal)
+            if series.served in live:
+                get_run_logger().warning(str(refusal))
+                refusals.append(refusal)
             continue
         kept = series.trimmed(config.keep_windows if series.served in live else ENDED_WINDOWS, test)
         traffic = traffic.with_series(kept)
@@ -171,9 +173,9 @@ def judge_traffic(look: TrafficScan) -> TrafficScan:
 
 
 def _reference(config: WatchConfig, draft: RegisteredDraft, series: Series) -> Reference:
-    """The benchmark's requests at the served lookahead."""
+    """The benchmark's requests of the same kind, at the served lookahead."""
     counts = read_request_counts(config.tracking_uri or tracking_uri(), draft)
-    of_kind = counts.greedy if config.traffic == "greedy" else counts.sampled
+    of_kind = counts.greedy if series.served.traffic == "greedy" else counts.sampled
     lookahead = series.served.lookahead
     if not of_kind:
         raise Refusal(

@@ -1,9 +1,11 @@
 """What is told about drafts, as Prefect's events: all have one form, whatever happened."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+from httpx import HTTPError
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.events import emit_event
 from prefect.flows import Flow
@@ -12,7 +14,7 @@ from prefect.utilities.urls import url_for
 
 from infra.network.health import public
 from infra.redaction import redacted
-from infra.settings import prefect_is_private, tracking_uri
+from infra.settings import prefect_api_url, prefect_is_private, tracking_uri
 from models.config.recipe import RunConfig
 
 PROMOTED, WITHDRAWN = "draftsmith.draft.promoted", "draftsmith.draft.withdrawn"
@@ -26,15 +28,33 @@ WAITING, FAILED, GIVEN_UP = (f"draftsmith.draft.{what}" for what in ("waiting-fo
 UNKNOWN = "draftsmith.server.unknown_draft"
 """A server runs a draft that is not registered."""
 EVERY = "draftsmith.draft.*"
+REPEATED = timedelta(minutes=20)
+"""Until then an event is sent again, in case that no trigger got it. Prefect's triggers know its id for 30 minutes."""
 
 
 def tell(event: str, draft: str, *, event_id: UUID | None = None, **said: Any) -> None:
     """Emit an event, one of the names above, whose resource is the registered model.
 
-    `said`: see `payload`. Given the same `event_id` again, the event counts once.
+    `said`: see `payload`. Given the same `event_id` again, the event counts once, for as long as Prefect keeps events
+    (7 days).
     """
+    if event_id is not None and _was_told(event_id):
+        return
     resource = {"prefect.resource.id": draft or "unknown", "prefect.resource.name": draft or "unknown"}
     emit_event(event, resource, payload=payload(draft, **said), id=event_id)
+
+
+def _was_told(event_id: UUID) -> bool:
+    """Whether Prefect has had this event for longer than `REPEATED`; False where it does not say."""
+    if prefect_api_url() is None:
+        return False
+    until = (datetime.now(UTC) - REPEATED).isoformat()
+    asked = {"filter": {"id": {"id": [str(event_id)]}, "occurred": {"until": until}}, "limit": 1}
+    try:
+        with get_client(sync_client=True) as client:
+            return bool(client.request("POST", "/events/filter", json=asked).json()["events"])
+    except HTTPError:  # twice is better than never
+        return False
 
 
 def payload(

@@ -1,5 +1,7 @@
 """Prepares target and samples, both cached by content hash, and plans the run before any GPU is leased."""
 
+import math
+
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
@@ -89,8 +91,8 @@ def regenerate_text(run: OpenRun, pool: Pool) -> RegeneratedRecord:
 
 @side_effect("collect requests", retries=1)
 def collect_requests(run: OpenRun) -> None:
-    """The first requests of the servers' users, for runs that learn from them; there is no saying how long it takes."""
-    run_main(run, on_cpu(run), "collect", "models.capture.collect", timeout_s=REGENERATION_TIMEOUT_S)
+    """The first requests of the servers' users, for runs that learn from them: users are waited for without end."""
+    run_main(run, on_cpu(run), "collect", "models.capture.collect", timeout_s=math.inf)
 
 
 @side_effect("prepare samples", retries=1)

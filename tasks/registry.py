@@ -11,7 +11,7 @@ from prefect.utilities.urls import url_for
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest, Reference
-from infra.drift.traffic import is_prompt_sample
+from infra.drift.store import is_prompt_sample
 from infra.markdown import escaped
 from infra.provenance import git_sha, hardware, versions
 from infra.quantities import plural, signed

@@ -13,9 +13,10 @@ class RequestLogConfig(StrictConfig):
     model_config = ConfigDict(title="Request logs")
 
     folder: Address = Field(
-        description="A folder or an s3:// URL; its .jsonl and .jsonl.gz files hold one request per line, with "
-        "`messages` or `prompt` as in OpenAI's API. Of SGLang's own files (--export-metrics-to-file) requests to "
-        "/generate are read; of chats they hold token ids alone, so log these at your gateway."
+        description="A folder or an s3:// URL; its .jsonl files, rotated and compressed ones too (.jsonl.1, "
+        ".jsonl.2.gz), hold one request per line, with `messages` or `prompt` as in OpenAI's API. Of SGLang's own "
+        "files (--export-metrics-to-file) requests to /generate are read; of chats they hold token ids alone, so log "
+        "these at your gateway."
     )
     hours: float = Field(default=168.0, gt=0, le=100_000, description="Maximum age of the files, in hours.")
     prompts: int = Field(

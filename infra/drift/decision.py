@@ -97,17 +97,16 @@ def _passing(finding: DriftFinding, newest: int | None) -> str:
     to wait.
     """
     series, fall = finding.series, finding.test.fall
-    day, windows = series.last_day(), series.windows
-    if len(day) == len(windows) and not series.dropped and windows[-1].ended - windows[0].began < DAY_S:
-        return "it serves for less than a day: retraining waits until a day has been seen"
-    mean, benchmark = mean_length(day), finding.test.reference.length
+    if not series.dropped and sum(window.service_s for window in series.windows) < DAY_S:
+        return "it has served for less than a day: retraining waits until a day has been seen"
+    mean, benchmark = mean_length(series.last_day()), finding.test.reference.length
     retrained = series.newest_then is None or newest is None or newest > series.newest_then
     if retrained and series.fallen_to is not None and mean >= (1 - fall / 2) * series.fallen_to:
         return f"it has not fallen further than to the {series.fallen_to:.2f} of the alarm before"
     if mean >= (1 - fall / 2) * benchmark:
         return (
-            f"over the last day it accepts {mean:.2f}, not {fall / 2:.0%} less than the benchmark's {benchmark:.2f}: "
-            "retraining waits for a fall that lasts"
+            f"over the last day of service it accepts {mean:.2f}, not {fall / 2:.0%} less than the benchmark's "
+            f"{benchmark:.2f}: retraining waits for a fall that lasts"
         )
     return ""
 

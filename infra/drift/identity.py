@@ -11,8 +11,10 @@ A folder that can be read and holds other weights is unknown, whatever its name 
 """
 
 import json
+import os.path
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +60,13 @@ def identify(draft: ServedDraft, name: str, versions: Sequence[RegisteredDraft])
         version = next((number for number in _numbers(name, draft.swapped) if number in numbers), None)
         return Identity(version, "" if version else f"{draft.swapped} was put into it while it ran")
     folder = Path(draft.path)
-    if (folder / WEIGHTS).is_file():
-        version = _by_content(folder, versions)
-        return Identity(version, "" if version else f"the weights in {folder} are of no registered version of {name}")
+    # Path.is_file raises where this process may not enter the folder.
+    if os.path.isfile(folder / WEIGHTS):
+        with suppress(OSError):  # another user's file, or one that is being replaced
+            version = _by_content(folder, versions)
+            return Identity(
+                version, "" if version else f"the weights in {folder} are of no registered version of {name}"
+            )
     by_model = [one.version for one in versions if one.model_id and one.model_id in folder.parts]
     named = [*by_model, *_numbers(name, draft.path), *(n for label in draft.labels for n in _numbers(name, label))]
     version = next((number for number in named if number in numbers), None)

@@ -6,6 +6,7 @@ read here, so do its files.
 """
 
 import hashlib
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def _template(name: str) -> str:
 def with_content(target: ReportedTarget) -> ReportedTarget:
     """With the hash of the target's folder, if it can be read here."""
     folder = Path(target.path)
-    if not target.path or not folder.is_dir():
+    if not target.path or not os.path.isdir(folder):  # Path.is_dir raises where this process may not enter
         return target
     try:
         return target.model_copy(update={"content": _sampled(folder)})

@@ -1,7 +1,5 @@
 """The record of one draft's traffic: what each server runs, and a series of windows for every version that is served.
 
-One JSON file per draft, in a folder or on S3, written whole: a reader sees the old record or the new one.
-
 Counters are differenced per server and start. A server that was restarted counts from zero, and all that it counts
 since belongs to the draft it runs now; what it counted between the last look and its restart is lost, because nobody
 saw it. So traffic never counts for a version that did not serve it, in a slow rollout and with canaries alike.
@@ -9,28 +7,22 @@ saw it. So traffic never counts for a version that did not serve it, in a slow r
 The drift test's state is a function of a series alone, so a restart of the watch changes nothing.
 """
 
-import json
-import stat
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
-from pathlib import Path
+from itertools import accumulate
 from uuid import NAMESPACE_URL, UUID, uuid5
-
-import fsspec
 
 from infra.drift.scrape import Counters, Reading, Scrape
 from infra.drift.sequential import LEARNED_WINDOWS, DriftTest, Statistic
 from infra.drift.target import ReportedTarget, with_content
-from infra.files.atomic import write_atomically
 from infra.records.data_path import Record
 
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
 DAY_S = 86_400.0
-PROMPTS = "prompts-*.jsonl"
-"""Names of samples of users' prompts."""
-PRIVATE, SHARED = 0o600, 0o640
+MOST_S = DAY_S / 4
+"""A window counts for no more of a day's service: it may have waited for requests through a night or a weekend."""
 
 
 class ServedSeries(Record):
@@ -60,6 +52,11 @@ class TrafficWindow(Record):
     def length(self) -> float:
         """Acceptance length."""
         return self.tokens / self.steps
+
+    @property
+    def service_s(self) -> float:
+        """How much of a day's service it shows."""
+        return min(self.ended - self.began, MOST_S)
 
 
 def mean_length(windows: Sequence[TrafficWindow]) -> float:
@@ -131,8 +128,9 @@ class Series(Record):
         return next((window for window in reversed(alarms) if window.ended > after), None)
 
     def last_day(self) -> tuple[TrafficWindow, ...]:
-        """The windows that ended in the day before the newest one did."""
-        return tuple(window for window in self.windows if window.ended > self.windows[-1].ended - DAY_S)
+        """The newest windows that show a day of service, weekends and other breaks left out; all, if they show less."""
+        shown = list(accumulate(window.service_s for window in reversed(self.windows)))
+        return self.windows[-1 - bisect_left(shown, DAY_S) :]
 
     def with_announced(self, window: TrafficWindow, newest: int | None = None) -> "Series":
         """The series in which the alarm of this window was made known, when `newest` was the newest version."""
@@ -297,11 +295,12 @@ class TrafficRecord(Record):
         """The record in which a change of the target was made known."""
         return self.model_copy(update={"targets": {**self.targets, version: now}, "change_announced": when})
 
-    @property
-    def live(self) -> tuple[Series, ...]:
-        """The series of versions that a server runs now."""
-        run = {(state.version, state.lookahead) for state in self.servers.values()}
-        return tuple(one for one in self.series if (one.served.version, one.served.lookahead) in run)
+    def live(self, traffic: str) -> tuple[Series, ...]:
+        """The series of this kind of traffic, of the versions that a server runs now."""
+        run = {(state.version, state.lookahead, traffic) for state in self.servers.values()}
+        return tuple(
+            one for one in self.series if (one.served.version, one.served.lookahead, one.served.traffic) in run
+        )
 
     def with_series(self, series: Series) -> "TrafficRecord":
         """The record with one series in place of that of the same version and conditions."""
@@ -328,73 +327,3 @@ class TrafficRecord(Record):
     def event_id(self, *about: object) -> UUID:
         """Id of an event: sent twice, it is one event."""
         return uuid5(NAMESPACE_URL, "/".join(["draftsmith", self.draft, *map(str, about)]))
-
-
-class TrafficStore:
-    """A folder, or an address of S3, with traffic records and the prompts that came with their alarms."""
-
-    def __init__(self, folder: str):
-        self._files, root = fsspec.core.url_to_fs(folder)
-        self._root = root.rstrip("/")
-        self._local = "file" in self._files.protocol
-        self._address = self._root if self._local else folder.rstrip("/")
-
-    def read(self, draft: str) -> TrafficRecord:
-        """The draft's record; empty if there is none yet."""
-        # Another process may have written since this one listed the folder.
-        self._files.invalidate_cache()
-        try:
-            return TrafficRecord.model_validate_json(self._files.cat_file(self._path(draft)))
-        except FileNotFoundError:
-            return TrafficRecord(draft=draft)
-
-    def write(self, record: TrafficRecord) -> None:
-        """Whole or not at all: a local file is renamed, an S3 object appears at its end."""
-        data = json.dumps(record.model_dump(mode="json"), separators=(",", ":")).encode()
-        if self._local:
-            write_atomically(Path(self._path(record.draft)), data)
-        else:
-            self._files.pipe_file(self._path(record.draft), data)
-
-    def keep_prompts(self, draft: str, sample: Path) -> str:
-        """Move a sample of users' prompts beside the draft's record; its address, for a recipe's `data.source`.
-
-        A local one is its owner's alone, and the group's to read where the folder hands its group on (`chmod g+s`).
-        """
-        name, data = sample.name, sample.read_bytes()
-        if not self._local:
-            self._files.pipe_file(f"{self._root}/{draft}/{name}", data)
-            sample.unlink()
-            return f"{self._address}/{draft}/{name}"
-        kept = Path(self._root).absolute() / draft / name
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept, data, SHARED if kept.parent.stat().st_mode & stat.S_ISGID else PRIVATE)
-        if kept != sample.absolute():
-            sample.unlink()
-        return str(kept)
-
-    def remove_prompts(self, draft: str, days: float, now: float) -> list[str]:
-        """Remove the draft's samples of prompts that are older than `days`; their addresses."""
-        self._files.invalidate_cache()
-        gone = []
-        for path in self._files.glob(f"{self._root}/{draft}/{PROMPTS}"):
-            if now - self._files.modified(path).timestamp() > days * DAY_S:
-                self._files.rm_file(path)
-                gone.append(str(path))
-        return gone
-
-    def _path(self, draft: str) -> str:
-        return f"{self._root}/{draft}/traffic.json"
-
-
-def is_prompt_sample(source: str) -> bool:
-    """Whether a recipe's `data.source` is a sample of users' prompts that came with an alarm, wherever it is kept."""
-    return fnmatch(source.rpartition("/")[2], PROMPTS)
-
-
-def prompts_are_gone(source: str) -> bool:
-    """Whether a recipe's `data.source` is such a sample, and was removed since."""
-    if not is_prompt_sample(source):
-        return False
-    files, path = fsspec.core.url_to_fs(source)
-    return not files.exists(path)

@@ -65,15 +65,15 @@ def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], 
         yield Owner(folder.name, folder.logs, tuple(folders), tuple(lock.descriptor for lock in locks))
 
 
-def is_owned(folder: RunFolder, wait_s: float = LAST_PROCESSES_S) -> bool:
-    """Whether a process runs this run now; waits for the last processes of a dead owner, and makes no file.
+def is_owned(folder: RunFolder, wait_s: float | None = None) -> bool:
+    """Whether a process runs this run now; waits LAST_PROCESSES_S for those of a dead owner, and makes no file.
 
     Raises Refusal for a run of another user that is not shared with this one.
     """
     try:
         for lock in (folder.run_lock, folder.processes_lock):
             if lock.exists():
-                with hold(lock, wait_s=wait_s):
+                with hold(lock, wait_s=LAST_PROCESSES_S if wait_s is None else wait_s):
                     pass
     except LockHeldError:
         return True

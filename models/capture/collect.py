@@ -25,6 +25,8 @@ from models.progress_bars import bars
 from models.run import RunWithTarget
 
 LEAST, MOST = 32, 512
+TELL_S = 3600.0
+"""How often to say what became of the users' requests."""
 
 
 def wanted_texts(data: DataConfig) -> int:
@@ -38,7 +40,7 @@ def collect(run: RunWithTarget) -> list[Learned]:
     live, left_out = run.config.generator.live, LiveFilter(run, private_data_finder())
     assert live is not None, "data.source=live has generator.live"
     wanted, timeout_s = wanted_of(run), run.config.generator.sglang.start_timeout_s
-    count, texts, taken = wanted_texts(run.config.data), list[Learned](), Taken()
+    count, texts, taken, told = wanted_texts(run.config.data), list[Learned](), Taken(), time.monotonic()
     with ExitStack() as stack, bars() as bar:
         advance = bar("collected requests", count)
         taps = [open_tap(server, wanted, Event(), timeout_s) for server in live.servers]
@@ -46,6 +48,9 @@ def collect(run: RunWithTarget) -> list[Learned]:
         for place, server in cycle(enumerate(live.servers)):
             if len(texts) == count:
                 break
+            if time.monotonic() - told > TELL_S:
+                print(left_out.summary(len(texts), taken), flush=True)
+                told = time.monotonic()
             try:
                 tap = taps[place] = taps[place] or Tap(server, wanted)
                 taken = tap.take()

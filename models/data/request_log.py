@@ -12,11 +12,15 @@ verification steps per token that the engine counted: what accepted little teach
 """
 
 import argparse
+import errno
 import hashlib
 import heapq
 import json
+import lzma
 import math
+import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,7 +38,10 @@ from infra.refusal import Refusal
 from models.data.message import joined
 from models.data.tools import check_json, parsed
 
-SUFFIXES = (".jsonl", ".jsonl.gz")
+LOGS = re.compile(r"\.jsonl([.-]\d[\d_.-]*)?(\.(gz|bz2|xz))?$")
+"""Ends of the names of logs, as logrotate and Python's handlers give them: a.jsonl, a.jsonl.2.gz, a.jsonl-20261129."""
+OF_ONE_FILE = {None, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EBUSY}
+"""Errors of a file that was rotated away, that others may read, that changes, or that is damaged (without a number)."""
 EXPORTED = "sglang-request-metrics-"
 """SGLang's own files, of --export-metrics-to-file. They hold the text of requests to /generate alone."""
 IDS_ALONE = "with token ids alone (a chat in SGLang's own file: log requests at your gateway)"
@@ -74,7 +81,13 @@ def parse(line: bytes) -> Logged | str:
     if not isinstance(logged, dict):
         return "not a request"
     request = _request(logged)
-    return request if isinstance(request, str) else Logged(request, _steps_per_token(logged))
+    if isinstance(request, str):
+        return request
+    try:
+        json.dumps(request, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return "with half a surrogate pair"
+    return Logged(request, _steps_per_token(logged))
 
 
 def _request(logged: dict[str, Any]) -> Request | str:
@@ -224,28 +237,35 @@ class PromptSample:
         return kept
 
 
-def recent_logs(config: RequestLogConfig, now: float) -> Iterator[Iterator[bytes]]:
-    """The lines of each recent log, newest log first. Raises Refusal if there are no recent logs."""
+def recent_logs(config: RequestLogConfig, now: float, damaged: list[str]) -> Iterator[Iterator[bytes]]:
+    """The lines of each recent log, newest log first; the rest of one that cannot be read is left out and named in
+    `damaged`. Raises Refusal if there are no recent logs."""
     files, root = fsspec.core.url_to_fs(config.folder)
     listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
-    logs = sorted(path for path in listed if path.endswith(SUFFIXES) or Path(path).name.startswith(EXPORTED))
+    logs = sorted(path for path in listed if LOGS.search(path) or Path(path).name.startswith(EXPORTED))
     fresh = [path for path in logs if now - _changed(listed[path]) <= config.hours * 3600]
     fresh.sort(key=lambda path: _changed(listed[path]), reverse=True)
     if not fresh:
         raise Refusal(
-            f"{config.folder} has {len(logs)} request logs ({' or '.join(SUFFIXES)}), none of the last "
-            f"{config.hours:g} hours: correct requests.folder or raise requests.hours"
+            f"{config.folder} has {len(logs)} request logs (.jsonl, also rotated or packed: .jsonl.2.gz), none of "
+            f"the last {config.hours:g} hours: correct requests.folder or raise requests.hours"
         )
     for path in fresh:
-        yield _lines(files, path)
+        yield _lines(files, path, damaged)
 
 
-def _lines(files: Any, path: str) -> Iterator[bytes]:
-    with files.open(path, "rb", compression="infer") as file:
-        try:
+def _lines(files: Any, path: str, damaged: list[str]) -> Iterator[bytes]:
+    try:
+        with files.open(path, "rb", compression="infer") as file:
             yield from file
-        except EOFError:  # a compressed log that is still being written
-            return
+    except EOFError:  # a compressed log that is still being written
+        return
+    except (OSError, zlib.error, lzma.LZMAError) as error:
+        away = isinstance(error, ConnectionError | TimeoutError)
+        if isinstance(error, OSError) and (away or error.errno not in OF_ONE_FILE):
+            raise
+        damaged.append(f"{path} cannot be read ({error})")
+        print(f"{damaged[-1]}: left out", flush=True)
 
 
 def _changed(info: dict[str, Any]) -> float:
@@ -258,15 +278,16 @@ def sample_prompts(
     config: RequestLogConfig, folder: Path, find: Callable[[list[str]], set[str]], now: float
 ) -> PromptsRecord:
     """Write the dataset and its record. Raises Refusal if the logs give no prompt."""
-    sample = PromptSample(config, find)
-    for age, lines in enumerate(recent_logs(config, now)):
+    sample, damaged = PromptSample(config, find), list[str]()
+    for age, lines in enumerate(recent_logs(config, now, damaged)):
         for line in lines:
             sample.add(line, age)
         if sample.full:
             break
     documents = sample.documents()
     if not documents:
-        why = ", ".join(f"{count} {kind}" for kind, count in sample.dropped.most_common()) or "they are empty"
+        dropped = [f"{count} {kind}" for kind, count in sample.dropped.most_common()]
+        why = ", ".join([*dropped, *damaged]) or "they are empty"
         raise Refusal(f"the request logs in {config.folder} give no prompt: {sample.read} lines read, {why}")
     data = "".join(f"{document}\n" for document in documents).encode()
     sha256 = hashlib.sha256(data).hexdigest()

@@ -7,16 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.drift.config import RequestLogConfig, WatchConfig
 from infra.drift.scrape import Counters
-from infra.drift.traffic import Series, ServedSeries, TrafficRecord, TrafficStore, TrafficWindow
+from infra.drift.store import TrafficStore
+from infra.drift.traffic import Series, ServedSeries, TrafficRecord, TrafficWindow
 from infra.files.atomic import sha256_file, write_atomically
 from infra.records.acceptance import Conditions, RequestCounts
 from infra.tracking import registry, runs
@@ -25,6 +29,7 @@ from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import as_recipe, load_recipe
 from models.data.conversations import read_documents
+from tasks.events import FAILED, REPEATED, once_a_day, tell
 
 ROOT = Path(__file__).parents[2]
 UNKNOWN = "draftsmith.server.unknown_draft"
@@ -172,7 +177,7 @@ def quiet_day() -> TrafficRecord:
     """Thirty windows as the benchmark has them."""
     windows = tuple(
         TrafficWindow(
-            began=900.0 * index, ended=900.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1), steps=3000,
+            began=21_600.0 * index, ended=21_600.0 * (index + 1), tokens=7200 + 40 * (index % 3 - 1), steps=3000,
             requests=300,
         )
         for index in range(30)
@@ -206,7 +211,7 @@ def test_a_fall_starts_retraining_once(
     assert "nothing says which version" in look()
     (series,) = store.read(DRAFT).series
     assert len(series.windows) == 31, "what an unknown draft accepts is nobody's"
-    engine.serve_requests(300, 0.8 * LENGTH)
+    engine.serve_requests(3000, 0.8 * LENGTH)  # as many as lower the whole day's mean
     assert "the test says that it has fallen" in look()
     assert store.read(DRAFT).series[0].newest_then == 1
     until(lambda: events(stack), "for the event")
@@ -245,6 +250,29 @@ def test_a_fall_starts_retraining_once(
     assert newest["payload"]["prompts"] == 2
     until(lambda: len(retrainings(stack)) == 2, "for the retraining on the changed target")
     assert len(events(stack)) == 2
+
+
+@pytest.mark.slow
+def test_a_fault_that_lasts_is_told_once_a_day(
+    stack: Any, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
+) -> None:
+    """Also when Prefect's triggers have forgotten the event's id, after half an hour."""
+    told = list[str]()
+    monkeypatch.setattr("tasks.events.emit_event", lambda _event, _resource, *, payload, id: told.append(str(id)))
+    monkeypatch.setenv("PREFECT_API_URL", stack.environment["PREFECT_API_URL"])
+    old, recent, other = (str(once_a_day(draft, "watch-traffic")) for draft in "abc")
+    ages = {old: 2 * REPEATED, recent: timedelta()}
+    happened = {id: {"id": id, "occurred": (datetime.now(UTC) - age).isoformat()} for id, age in ages.items()}
+    kind = {"event": FAILED, "resource": {"prefect.resource.id": "x"}}
+    stack.post("events", [kind | one for one in happened.values()])
+    until(lambda: {one["id"] for one in events(stack, FAILED)} >= happened.keys(), "for the events to be kept")
+    with temporary_settings({PREFECT_API_URL: stack.environment["PREFECT_API_URL"]}):
+        for event_id in (old, recent, other):
+            tell(FAILED, "x", event_id=UUID(event_id))
+    assert told == [recent, other]
+    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:1/api"}):
+        tell(FAILED, "x", event_id=UUID(old))
+    assert told[-1] == old, "twice is better than never"
 
 
 def test_the_deployment_watches_what_the_trigger_expects() -> None:

@@ -1,5 +1,7 @@
 """What preflight says of a run that can go on, and of targets and engines that do not fit."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,18 @@ from infra.pools.gpus import Gpu, Gpus
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models import preflight
+from models.capture.sglang.live import Live
 from models.config.recipe import load_recipe
 from models.preflight import check_live, check_settings
 from models.run import RunWithTarget
+from tests.models.capture.sglang.test_live import Recorder
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 DFLASH = (
     "draft={method: dflash, block_size: 4, anchors: 8, num_heads: 6, num_kv_heads: 3, head_dim: 32, "
     "intermediate_size: 64}"
 )
-SLOW = pytest.mark.slow
-"""Each asks SGLang of another class, about 10 s."""
-LONG = pytest.mark.long
+pytestmark = pytest.mark.usefixtures("sglang_that_forks")
 
 
 @pytest.mark.parametrize(
@@ -72,20 +74,18 @@ WINDOW = {"sliding_window": 64}
             r"SGLang [\d.]+ cannot capture hidden states of the target's architecture Glm4ForCausalLM, nor serve an "
             r"EAGLE-3 draft .*: set generator.engine=transformers",
         ),
-        pytest.param("Qwen2MoeForCausalLM", {}, [], "serves no EAGLE-3 draft .* Qwen2MoeForCausalLM", marks=LONG),
-        pytest.param("SmolLM3ForCausalLM", {}, [], "has no model class for .* SmolLM3ForCausalLM", marks=SLOW),
-        pytest.param(
+        ("Qwen2MoeForCausalLM", {}, [], "serves no EAGLE-3 draft .* Qwen2MoeForCausalLM"),
+        ("SmolLM3ForCausalLM", {}, [], "has no model class for .* SmolLM3ForCausalLM"),
+        (
             *("Qwen2ForCausalLM", {}, [DFLASH, "benchmark.lookahead=3"]),
             "serves no DFlash draft for the target's architecture Qwen2ForCausalLM .*: set draft.method=eagle3",
-            marks=SLOW,
         ),
-        pytest.param(
+        (
             *("MistralForCausalLM", WINDOW, ["data.max_tokens=65"]),
             "MistralForCausalLM ignores the target's sliding window of 64 tokens, .*: set data.max_tokens to at most",
-            marks=SLOW,
         ),
-        pytest.param("MistralForCausalLM", WINDOW, ["data.max_tokens=64"], None, marks=LONG),
-        pytest.param("Gemma3ForCausalLM", WINDOW, ["data.max_tokens=65"], None, marks=LONG),
+        ("MistralForCausalLM", WINDOW, ["data.max_tokens=64"], None),
+        ("Gemma3ForCausalLM", WINDOW, ["data.max_tokens=65"], None),
     ],
 )
 def test_a_target_that_sglang_would_fail_on_is_refused_for_sglang_alone(
@@ -118,9 +118,10 @@ def test_a_copy_on_gpus_that_do_not_divide_its_heads_is_refused(tmp_path):
         check_settings(run)
 
 
-@LONG
+@pytest.mark.long
 def test_a_class_that_this_machine_cannot_import_is_left_to_sglang(tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_DISABLED_MODEL_ARCHS", "commandr")
+    monkeypatch.delenv("DRAFTSMITH_SGLANG")  # read while SGLang is imported
     check_settings(run_of("CohereForCausalLM", {}, [], tmp_path))
 
 
@@ -176,11 +177,27 @@ LIVE = (
 def test_a_run_that_cannot_learn_from_a_server_is_refused(vocabulary, has_start, message, tmp_path):
     changes = ["generator.engine=serving", LIVE, "data.source=live", "data.max_samples=64", "data.overlong=truncate"]
     changes += ["training.start_from=champion", f"draft.vocab_size={vocabulary}"]
+    changes += ["generator.sglang.start_timeout_s=0.01"]
     run = run_of("LlamaForCausalLM", {}, changes, tmp_path)
     if has_start:
         run.folder.start.mkdir()
     with pytest.raises(Refusal, match=message):
         check_live(run)
+
+
+def test_a_server_that_is_restarted_is_waited_for(tmp_path, capsys):
+    place = tmp_path / "live.sock"
+    changes = ["generator.engine=serving", LIVE.replace("/nowhere/live.sock", str(place)), "data.source=live"]
+    changes += ["data.max_samples=64", "data.overlong=truncate", "training.start_from=champion"]
+    run = run_of("LlamaForCausalLM", {}, changes, tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        checked = threads.submit(check_live, run)
+        while "waiting for the server" not in capsys.readouterr().out:
+            assert not checked.done(), checked.result()
+            time.sleep(0.01)
+        server = Live(place, Recorder)
+        checked.result(120)
+    server.close()
 
 
 def run_of(architecture: str, settings: dict[str, Any], changes: list[str], folder: Path) -> RunWithTarget:

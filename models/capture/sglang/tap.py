@@ -129,20 +129,23 @@ class Tap:
 
 
 def open_tap(server: LiveServerConfig, wanted: Attach, stopped: Event, timeout_s: float) -> Tap | None:
-    """Attach as soon as the server can be reached; None once `stopped` is set.
+    """Attach as soon as the server can be reached, which is told once where it cannot; None once `stopped` is set.
 
     Raises Refusal, with the remedy, where that takes too long.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, told = time.monotonic() + timeout_s, False
     while not stopped.is_set():
         try:
             return Tap(server, wanted)
         except OSError as error:
             busy = isinstance(error, TimeoutError)
             why = "another run learns from it, or it hangs" if busy else f"{server.socket}: {error.strerror or error}"
+            remedy = "wait until that run ends" if busy else REMEDY.format(server.socket)
             if time.monotonic() > deadline:
-                remedy = "wait until that run ends" if busy else REMEDY.format(server.socket)
                 raise Refusal(f"the server at {server.address} cannot be learned from ({why}): {remedy}") from error
+            if not told:
+                print(f"waiting for the server at {server.address} ({why}; where that lasts, {remedy})", flush=True)
+            told = True
         stopped.wait(POLL_S)
     return None
 

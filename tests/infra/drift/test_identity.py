@@ -28,6 +28,7 @@ def served(path: str | None, *labels: str) -> ServedDraft:
     [
         ("/drafts/draft-tiny/2", (), 2),
         ("/drafts/draft-tiny/12/", (), 12),
+        (f"/{'x' * 300}/draft-tiny/2", (), 2),  # stat fails, as for a folder that may not be entered
         ("/drafts/draft-tiny-v2", (), 2),
         ("/drafts/draft-tiny@2/export", (), 2),
         ("/store/models/m-1/artifacts", (), 1),
@@ -62,3 +63,10 @@ def test_a_folder_that_can_be_read_is_known_by_its_weights(tmp_path: Path):
     unknown = identify(served(str(folder)), "draft-tiny", [other])
     assert unknown.version is None
     assert "no registered version" in unknown.reason
+
+
+def test_weights_that_cannot_be_read_say_nothing(tmp_path: Path):
+    folder = tmp_path / "draft-tiny" / "2"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").symlink_to("/proc/self/mem")  # a file whose first byte nobody can read
+    assert identify(served(str(folder)), "draft-tiny", VERSIONS).version == 2

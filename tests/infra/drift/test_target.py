@@ -81,3 +81,4 @@ def test_files_of_the_target_are_compared_where_they_can_be_read(tmp_path: Path)
     template.write_text("two")
     assert "chat template" in first.changes_to(read_target(info))
     assert with_content(ReportedTarget(path="org/model")).content == ""
+    assert with_content(ReportedTarget(path=f"/{'x' * 300}")).content == "", "stat fails, as where one may not enter"

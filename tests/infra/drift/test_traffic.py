@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from infra.drift.scrape import Counters, Reading, Scrape, ServedDraft
 from infra.drift.sequential import LEARNED_WINDOWS
-from infra.drift.traffic import (
-    KEEP_SERIES,
-    TrafficRecord,
-    TrafficStore,
-    is_prompt_sample,
-    judge,
-    prompts_are_gone,
-)
+from infra.drift.store import TrafficStore, is_prompt_sample, prompts_are_gone
+from infra.drift.traffic import KEEP_SERIES, TrafficRecord, judge
 from tests.infra.drift.test_series import TEST, counted
 
 A, B, C = "http://a:30000", "http://b:30000", "http://c:30000"
@@ -46,7 +40,7 @@ class Fleet:
     def serve(self, url: str, requests: int, length: float = 2.4) -> None:
         self.total[url] = self.total[url].plus(counted(requests, length))
 
-    def look(self, *silent: str, lookahead: int | None = 4) -> None:
+    def look(self, *silent: str, lookahead: int | None = 4, traffic: str = "greedy") -> None:
         readings = {
             url: Reading(
                 counters=self.total[url],
@@ -59,7 +53,7 @@ class Fleet:
         }
         seen = Scrape(readings=readings, silent=dict.fromkeys(silent, "away"))
         versions = {url: version for url, (_, version) in self.runs.items()}
-        self.record = self.record.observe(seen, versions, "greedy", 3600.0 * self.hour, self.least)
+        self.record = self.record.observe(seen, versions, traffic, 3600.0 * self.hour, self.least)
         self.hour += 1
 
     def requests(self, version: int) -> int:
@@ -185,11 +179,24 @@ def test_a_new_version_learns_from_the_traffic_before_it():
     for _ in range(6):
         fleet.serve(A, 100, 1.7)
         fleet.look()
-    (live,) = fleet.record.live
+    (live,) = fleet.record.live("greedy")
     assert live.served.version == 2
     assert len(live.learned) == LEARNED_WINDOWS
     assert judge(live, TEST).alarms
     assert not judge(live.model_copy(update={"learned": ()}), TEST).alarms
+
+
+def test_windows_of_the_other_kind_of_traffic_are_not_live():
+    """They were counted before the watch's `traffic` was changed, and stand against another benchmark."""
+    fleet = Fleet()
+    fleet.start(A, 1)
+    for traffic in ("sampled", "sampled", "greedy"):
+        fleet.look(traffic=traffic)
+        fleet.serve(A, 100, 1.4)
+    assert [len(series.windows) for series in fleet.record.series] == [1, 1]
+    for traffic in ("greedy", "sampled"):
+        (live,) = fleet.record.live(traffic)
+        assert live.served.traffic == traffic
 
 
 def test_only_the_versions_that_served_last_keep_their_series():

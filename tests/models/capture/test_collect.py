@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 from transformers import PreTrainedTokenizerBase
 
 from infra.files.run_folder import RunFolder
@@ -43,8 +44,11 @@ input()
 """
 
 
-def test_a_server_that_is_restarted_is_waited_for(tiny_target: TargetRecord, tmp_path: Path) -> None:
-    """What came before is kept."""
+def test_a_server_that_is_restarted_is_waited_for(
+    tiny_target: TargetRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What came before is kept, and what became of the requests is told meanwhile."""
+    monkeypatch.setattr("models.capture.collect.TELL_S", 0.0)
     tokenizer: PreTrainedTokenizerBase = read_tokenizer(tiny_target.path)
 
     def tokens(text: str) -> Any:
@@ -75,3 +79,4 @@ def test_a_server_that_is_restarted_is_waited_for(tiny_target: TargetRecord, tmp
             second.kill()
             second.wait(10)
     assert len({text.tokens for text in learned}) == len(learned) == LEAST
+    assert f"{LEAST // 2} learned; left out:" in capsys.readouterr().out

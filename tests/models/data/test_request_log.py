@@ -93,6 +93,7 @@ def test_requests_are_read_as_openai_sends_them():
         "not JSON": b"{",
         "not a request": b'{"event": "started"}',
         "empty": b'{"prompt": "  "}',
+        "with half a surrogate pair": b'{"messages": [{"role": "user", "content": "a cut emoji \\ud83d"}]}',
         "nested too deeply": b'{"messages": [{"role": "user", "content": "a"}], "tools": '
         + b"[" * 500
         + b"]" * 500
@@ -229,6 +230,49 @@ def test_the_newest_logs_are_read_first(tmp_path: Path):
         assert found.keys() == ages
         assert all(found[age] == 10 for age in ages - {max(ages)}), "of older ones only as many as are missing"
         assert (record.prompts, record.lines) == (min(prompts, 40), 10 * len(ages))
+
+
+ROTATED = ("a.jsonl", "a.jsonl.1", "a.jsonl-20261129", "a.jsonl.2026-11-29_03", "a-20261129.jsonl")
+
+
+def test_rotated_logs_are_read(tmp_path: Path):
+    for name in ROTATED:
+        write_atomically(tmp_path / "logs" / name, chat(name))
+        write_atomically(tmp_path / "logs" / f"{name}.gz", gzip.compress(chat(f"{name} compressed")))
+    for name in ("a.jsonl.tmp", "a.jsonl.gz.part", "a.json", "jsonl.1"):
+        write_atomically(tmp_path / "logs" / name, chat("of something else"))
+    config = RequestLogConfig(folder=str(tmp_path / "logs"))
+    record = sample_prompts(config, tmp_path / "out", no_finding, time.time())
+    found = {document.text for document in read_documents(record.path)}
+    assert found == {*ROTATED, *(f"{name} compressed" for name in ROTATED)}
+    assert record.dropped == {}
+
+
+def test_a_log_that_cannot_be_read_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    logs = tmp_path / "logs"
+    write_atomically(logs / "sound.jsonl", chat("sound"))
+    whole = gzip.compress(b"".join(chat(f"{number}") + b"\n" for number in range(5000)))
+    write_atomically(logs / "changed.jsonl.gz", whole[:2000] + bytes(100) + whole[2100:])
+    write_atomically(logs / "plain.jsonl.gz", b"plain")
+    write_atomically(logs / "plain.jsonl.xz", b"plain")
+    (logs / "gone.jsonl").symlink_to(tmp_path / "rotated")
+    config = RequestLogConfig(folder=str(logs))
+    record = sample_prompts(config, tmp_path / "out", no_finding, time.time())
+    assert "sound" in {document.text for document in read_documents(record.path)}
+    told = capsys.readouterr().out
+    assert all(f"{name} cannot be read" in told for name in ("changed.jsonl.gz", "plain.jsonl.gz", "plain.jsonl.xz"))
+    (logs / "sound.jsonl").unlink()
+    (logs / "changed.jsonl.gz").unlink()
+    with pytest.raises(ValueError, match=r"plain\.jsonl\.gz cannot be read"):
+        sample_prompts(config, tmp_path / "out", no_finding, time.time())
+
+
+def test_a_store_that_is_away_is_an_error(tmp_path: Path):
+    """Not a log that is left out: the alarm is raised again when its prompts can be read."""
+    write_atomically(tmp_path / "a.jsonl", chat("a"))
+    (tmp_path / "b.jsonl").symlink_to("/proc/self/mem")  # an error of the device
+    with pytest.raises(OSError, match="Errno"):
+        sample_prompts(RequestLogConfig(folder=str(tmp_path)), tmp_path / "out", no_finding, time.time())
 
 
 def test_old_and_missing_logs_are_refused(logs: str, tmp_path: Path):

@@ -276,6 +276,17 @@ def test_nobody_listening_is_a_refusal_with_the_remedy(place: LiveServerConfig) 
     assert open_tap(place, wanted(), stopped, 60.0) is None
 
 
+def test_waiting_for_a_server_is_told_once(
+    place: LiveServerConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("models.capture.sglang.tap.POLL_S", 0.0)
+    stopped, ends = threading.Event(), iter((False, False, False, True))
+    monkeypatch.setattr(stopped, "is_set", lambda: next(ends))
+    assert open_tap(place, wanted(), stopped, 60.0) is None
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"waiting for the server at {place.address} (")
+
+
 def test_another_program_at_the_socket(place: LiveServerConfig) -> None:
     listener = listen(place.socket)
 
