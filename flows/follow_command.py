@@ -41,7 +41,8 @@ def serve_follow(
     def say(line: str) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
 
-    _check_folder(Path(config.folder), settings)
+    if not stop_servers:
+        _check_folder(Path(config.folder), settings)
     lock = Path(config.folder) / "lock"
     try:
         with hold(lock), told_to_stop() as stop:

@@ -40,7 +40,7 @@ class ProcessFailedError(Exception):
         ending = f"was killed by signal {exit_code - 128}" if killed else f"ended with exit code {exit_code}"
         self.headline = f"{role} {ending}"
         quoted = "\n".join(f"  | {line}" for line in tail) or "  | (nothing was printed)"
-        # Nobody in a container's log sees more of it.
+        # A container shows nothing else of it.
         memory = ", as the kernel does where memory runs out" if exit_code == 128 + signal.SIGKILL else ""
         super().__init__(f"{self.headline}{memory}. The end of {log}:\n{quoted}")
 

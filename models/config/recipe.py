@@ -23,12 +23,12 @@ from models.config.generator import GeneratorConfig
 from models.config.machine import with_all_gpus_used, with_fast_arithmetic
 from models.config.several_machines import check_machines
 from models.config.target import TargetConfig
-from models.config.target_settings import completed
+from models.config.target_settings import LAYER_FIELDS, completed
 from models.config.training import TrainingConfig
 
 SILENCE_S = 30 * 86_400.0
 FILLED_IN = (("draft",), ("target", "aux_layer_ids"))
-"""A recipe may leave these out: a target whose section is valid says them."""
+"""A recipe may leave these out: a valid target supplies them."""
 LISTED = 20
 """Most problems of a recipe in one message."""
 
@@ -337,7 +337,7 @@ def _explain(what: str, error: ValidationError) -> str:
     """Every problem with its place."""
     problems = error.errors()
     if any(problem["loc"][:1] == ("target",) and problem["loc"] not in FILLED_IN for problem in problems):
-        problems = [problem for problem in problems if problem["type"] != "missing" or problem["loc"] not in FILLED_IN]
+        problems = [one for one in problems if one["type"] != "missing" or not _is_filled_in(one["loc"])]
     lines = [f"{what} is not valid; correct these settings:"]
     for problem in problems[:LISTED]:
         place = ".".join(str(part)[:80] for part in _without_method(problem["loc"])) or "recipe"
@@ -356,6 +356,10 @@ def _explain(what: str, error: ValidationError) -> str:
     if len(problems) > LISTED:
         lines.append(f"  and {len(problems) - LISTED} more")
     return "\n".join(lines)
+
+
+def _is_filled_in(place: tuple[int | str, ...]) -> bool:
+    return place in FILLED_IN or (place[0] == "draft" and place[-1] in (*LAYER_FIELDS, "family"))
 
 
 def _shown(value: Any) -> str:

@@ -129,9 +129,11 @@ def test_what_the_target_generates_keeps_its_reasoning() -> None:
     assert load_recipe(TINY, [*settings, "data.thinking=mask"]).data.regeneration is not None
 
 
-def test_what_a_valid_target_fills_in_is_not_asked_for() -> None:
+@pytest.mark.parametrize("sections", [{}, {"draft": {"method": "dflash"}}, {"draft": {"method": "mtp"}}])
+def test_what_a_valid_target_fills_in_is_not_asked_for(sections: dict[str, dict[str, str]]) -> None:
+    target, data = {"source": "/models/m", "name": "m"}, {"source": "a.jsonl"}
     with pytest.raises(Refusal) as caught:
-        as_recipe({"name": "x", "target": {"source": "/models/m", "name": "m"}, "data": {"source": "a.jsonl"}}, "it")
+        as_recipe({"name": "x", "target": target, "data": data} | sections, "it")
     assert str(caught.value) == (
         "it is not valid; correct these settings:\n"
         "  target.source: Input should be 'huggingface', 'gguf-package' or 'tiny' (got '/models/m')"
