@@ -60,7 +60,7 @@ test: $(VENV)/.ready $(SGLANG)/.test-ready
 
 # Whole runs, kills, served drafts, deployments, clusters, two hosts: half an hour and more on two cores.
 test-slow: $(VENV)/.ready $(SGLANG)/.test-ready
-	$(PYTEST) -m "slow and not long" --verbose --durations=30
+	$(PYTEST) -m "slow and not long" --verbose --durations=60
 
 # Further cases of what the slow tests prove, for releases: about as long again.
 test-long: $(VENV)/.ready $(SGLANG)/.test-ready

@@ -69,6 +69,7 @@ def pytest_runtestloop() -> None:
 # `make test` runs three of these groups at a time (pytest-xdist); tests that share servers, ports or SGLang's segments
 # in /dev/shm are in one group. Long groups come first, and long tests come first within a group, because pytest-xdist
 # assigns the next group to a worker when two tests of its present one are left, however long they take.
+SERVED_METHODS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
 GROUPS = {
     "sglang": (
         "models/test_tiny_run.py",
@@ -77,6 +78,10 @@ GROUPS = {
         "models/capture/sglang",
         "models/regeneration",
         "infra/serving/test_real_servers.py",  # its killed servers leave segments
+        # What asks the one interpreter that has imported SGLang.
+        *("models/test_preflight.py", "models/test_kept_sglang.py", "models/data/test_tools.py"),
+        "models/benchmark/test_counter.py",
+        *(f"models/drafts/{name}/test_{name}_sglang.py" for name in SERVED_METHODS),
     ),
     # Second, because its first tests need no tiny target, which another worker trains meanwhile on a new machine.
     "pools": ("infra/pools",),

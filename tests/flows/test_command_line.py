@@ -6,6 +6,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import yaml
 from mlflow.exceptions import MlflowException
 from typer.testing import CliRunner
 
-from flows.command_line import app
+from flows.command_line import app, main
 from infra.files.atomic import write_atomically
 from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
@@ -35,15 +38,35 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def started(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`draftsmith ARGUMENTS`, as a shell runs it."""
     environment = {**os.environ, "DRAFTSMITH_RUNS": str(home / "runs"), "COLUMNS": "160", "NO_COLOR": "1"}
     environment.pop("MLFLOW_TRACKING_URI", None)
     command = [sys.executable, "-c", "from flows.command_line import main; main()", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
-def refusal(home: Path, *arguments: str) -> str:
-    ended = draftsmith(home, *arguments)
+def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which need not import everything once more; without what its children print."""
+    status, streams = 0, (StringIO(), StringIO())
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(streams[0]), redirect_stderr(streams[1]):
+        for name, value in (("DRAFTSMITH_RUNS", str(home / "runs")), ("COLUMNS", "160"), ("NO_COLOR", "1")):
+            patch.setenv(name, value)
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", ["draftsmith", *arguments])
+        try:
+            main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, status, *(stream.getvalue() for stream in streams))
+
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def refusal(home: Path, *arguments: str, run: Run = draftsmith) -> str:
+    ended = run(home, *arguments)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -70,9 +93,9 @@ def test_a_terminal_of_few_characters_is_enough_for_pages_and_not_for_runs(
     """As LANG=en_US without .UTF-8 makes it."""
     for name, value in (("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0"), ("LC_ALL", "C")):
         monkeypatch.setenv(name, value)
-    shown = draftsmith(tmp_path, "retrain", "recipes/tiny.yaml", "--plan")
+    shown = started(tmp_path, "retrain", "recipes/tiny.yaml", "--plan")
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert refusal(tmp_path, "retrain", "recipes/tiny.yaml") == (
+    assert refusal(tmp_path, "retrain", "recipes/tiny.yaml", run=started) == (
         "error: the locale's encoding is ANSI_X3.4-1968, and a run's files are in UTF-8: set $PYTHONUTF8 to 1, or "
         "$LC_ALL to C.UTF-8\n"
     )
@@ -154,7 +177,9 @@ def test_resuming_a_run_that_another_process_owns_changes_nothing(home: Path) ->
         for _ in range(3):
             resume_run(ledger, lambda _: True, lambda _: True)
         with hold(folder.run_lock):
-            assert "run tiny-live is owned by another process" in refusal(home, "retrain", "--resume", "tiny-live")
+            assert "run tiny-live is owned by another process" in refusal(
+                home, "retrain", "--resume", "tiny-live", run=started
+            )
         with pytest.raises(RepeatedCrash):
             resume_run(ledger, lambda _: True, lambda _: True)
 
@@ -221,14 +246,14 @@ def test_a_user_without_a_home_folder_is_refused_before_mlflow_is_loaded(monkeyp
 
 def test_a_bench_that_cannot_start_ends_with_its_status(home: Path) -> None:
     arguments = ["--target", str(home / "no"), "--draft", str(home / "no"), "--prompts", str(home / "no.txt")]
-    ended = draftsmith(home, "bench", *arguments)
+    ended = started(home, "bench", *arguments)
     assert ended.returncode == 2
     assert "error:" in ended.stderr
 
 
 def test_a_bench_has_one_opponent(home: Path) -> None:
     arguments = ["--target", "any", "--draft", str(home), "--champion", str(home), "--champion-of", "draft-none"]
-    ended = draftsmith(home, "bench", *arguments)
+    ended = started(home, "bench", *arguments)
     assert ended.returncode == 2
     assert "leave one of them out" in ended.stderr
 
@@ -244,7 +269,7 @@ def test_a_bench_explains_its_options(home: Path) -> None:
 
 def test_a_bench_against_a_champion_that_there_is_not_is_refused(home: Path) -> None:
     arguments = ["--target", "any", "--draft", str(home), "--suite", "gsm8k", "--champion-of", "draft-none"]
-    ended = draftsmith(home, "bench", *arguments)
+    ended = started(home, "bench", *arguments)
     assert ended.returncode == 2
     assert "no version is champion" in ended.stderr
     assert "draftsmith drafts list" in ended.stderr
@@ -262,10 +287,10 @@ def test_a_recipe_is_made_for_a_target_and_text(home: Path, tiny_target, tmp_pat
     assert "remove it, or name another file" in refusal(
         home, "init", tiny_target.path, str(source), "--output", str(recipe)
     )
-    planned = draftsmith(home, "retrain", str(recipe), "--plan", "data.max_broken_share=0.5")
+    planned = started(home, "retrain", str(recipe), "--plan", "data.max_broken_share=0.5")
     assert planned.returncode == 0, planned.stderr
     assert "data: 2 plain texts; 1 broken record left out" in planned.stdout
-    refused = draftsmith(home, "retrain", str(recipe), "--plan")
+    refused = started(home, "retrain", str(recipe), "--plan")
     assert (refused.returncode, "data.max_broken_share=0.2 allows" in refused.stderr) == (2, True)
 
 
@@ -289,11 +314,11 @@ def test_the_commands_that_init_prints_can_be_run(home: Path, tiny_target, tmp_p
     source = tmp_path / "my text.txt"
     source.write_text("Some words of a document.\n\nAnd of another one.\n")
     recipe = tmp_path / "my own.yaml"
-    made = draftsmith(home, "init", tiny_target.path, str(source), "--output", str(recipe))
+    made = started(home, "init", tiny_target.path, str(source), "--output", str(recipe))
     assert made.returncode == 0, made.stderr
     check, plan, _ = (shlex.split(line)[1:] for line in made.stdout.partition("next:\n")[2].splitlines())
     assert check[2] == str(source)
-    checked = draftsmith(home, *check)
+    checked = started(home, *check)
     assert checked.returncode == 0, checked.stderr
     assert plan == ["retrain", str(recipe), "--plan"]
 
@@ -334,8 +359,9 @@ def test_a_negative_number_of_samples_is_refused(home: Path) -> None:
 def test_data_are_checked(home: Path, tmp_path: Path) -> None:
     source = tmp_path / "talk.jsonl"
     source.write_text('{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}\n[]\n')
-    checked = draftsmith(home, "data", "check", str(source))
+    checked = started(home, "data", "check", str(source))
     assert checked.returncode == 1
     assert f"broken: {source}:2: write a JSON object" in checked.stdout
     assert "data: 1 conversation (turns: 1 assistant, 1 user); 1 broken record left out" in checked.stdout
-    assert "there is no such file" in refusal(home, "data", "check", str(tmp_path / "none.jsonl"))
+    missing = str(tmp_path / "none.jsonl")
+    assert "there is no such file" in refusal(home, "data", "check", missing, run=started)

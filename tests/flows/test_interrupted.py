@@ -93,17 +93,21 @@ def told_to(environment: dict[str, str]) -> list[str]:
     return found[1].split()
 
 
+MOMENTS = (("", "config.json"), ("models.data.prepare", "samples.json"), ("", "ledger.sqlite"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+@pytest.mark.parametrize("moments", [MOMENTS[:2], pytest.param(MOMENTS, marks=pytest.mark.long)], ids=["two", "three"])
 def test_a_run_that_was_interrupted_early_is_resumed_as_status_says(
-    tmp_path: Path, environment: dict[str, str], interrupt: Callable[..., None], tiny_target: TargetRecord
+    tmp_path: Path,
+    environment: dict[str, str],
+    interrupt: Callable[..., None],
+    tiny_target: TargetRecord,
+    moments: tuple[tuple[str, str], ...],
 ) -> None:
     arguments = ["retrain", "recipes/tiny.yaml", *SMALL]
-    for module, file in (
-        ("", "config.json"),
-        ("models.data.prepare", "samples.json"),
-        ("", "ledger.sqlite"),
-    ):
+    for module, file in moments:
         interrupt(arguments, module, file)
         arguments = told_to(environment)
     ended = subprocess.run(

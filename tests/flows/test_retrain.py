@@ -29,7 +29,7 @@ from infra.tracking.runs import TrackedRun
 from infra.transport.mooncake.environment import check_mooncake
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 36
 SAMPLES_PER_STEP = 8
 SMALL = [
     f"training.max_steps={STEPS}",

@@ -1,5 +1,7 @@
 """The recipe of the tiny target and its samples, which later sessions take from the cache."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +15,7 @@ from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.ledger.schema import LEASED, database_now, samples
 from infra.records.data_path import SamplesRecord, TargetRecord
+from infra.sglang.command import sglang_python
 from models.config.recipe import RunConfig, load_recipe
 from models.data.prepare import prepare_samples
 from models.run import PreparedRun
@@ -20,6 +23,7 @@ from tests.conftest import memory_folder, prepare_run
 from tests.models.seeing_targets import MEDUSA, MTP, SETTINGS, seeing_target, write_source
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+KEEPER = Path(__file__).parents[1] / "kept_sglang.py"
 HOLDER, HOLD_S = "the test", 3600.0
 
 
@@ -84,6 +88,37 @@ def tiny_config() -> RunConfig:
 @pytest.fixture(scope="session")
 def tiny_samples(tiny_config: RunConfig, tiny_target: TargetRecord) -> SamplesRecord:
     return prepare_samples(tiny_config.data, tiny_target, tiny_config.target.add_bos)
+
+
+@pytest.fixture(scope="session")
+def _sglang_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An environment whose Python forks from one that has imported SGLang; see tests/kept_sglang.py."""
+    python, folder = sglang_python(), tmp_path_factory.mktemp("sglang")
+    (folder / "lib").symlink_to(python.parents[1] / "lib")
+    place, stand_in = folder / "socket", folder / "bin" / "python"
+    stand_in.parent.mkdir()
+    ask = f"sys.path.append({str(KEEPER.parent)!r}); from kept_sglang import ask; sys.exit(ask({str(place)!r}))"
+    stand_in.write_text(f"#!{sys.executable} -I\nimport sys; {ask}\n")
+    stand_in.chmod(0o755)
+    log = folder / "log"
+    with (
+        log.open("w") as file,
+        subprocess.Popen([python, "-P", KEEPER, place], stdin=subprocess.PIPE, stdout=file, stderr=file) as keeper,
+    ):  # which ends with its input
+        deadline = time.monotonic() + 300
+        while not place.exists():
+            assert keeper.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def sglang_that_forks(_sglang_that_forks: Path) -> Iterator[None]:
+    """Programs of SGLang's environment start without importing SGLang once more."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_SGLANG", str(_sglang_that_forks))
+        yield
 
 
 @pytest.fixture

@@ -195,8 +195,16 @@ def lived(examples: int) -> settings:
     )
 
 
-LedgerMachine.TestCase.settings = lived(30)
+LedgerMachine.TestCase.settings = lived(15)
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+class LongLedgerMachine(LedgerMachine):
+    pass
+
+
+LongLedgerMachine.TestCase.settings = lived(60)
+TestLongLedgerMachine = pytest.mark.long(LongLedgerMachine.TestCase)
 
 
 class PostgresMachine(LedgerMachine):
@@ -211,5 +219,5 @@ def server(postgres: PostgresServer) -> None:
     PostgresMachine.server = postgres
 
 
-PostgresMachine.TestCase.settings = lived(8)
+PostgresMachine.TestCase.settings = lived(5)
 TestPostgresMachine = PostgresMachine.TestCase

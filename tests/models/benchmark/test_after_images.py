@@ -48,7 +48,7 @@ def exported(seeing_run: Callable[..., RunFolder]) -> Callable[..., PreparedRun]
     return make
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_walks_after_images_are_those_of_captured_texts(family: str, exported: Callable[..., PreparedRun]) -> None:
     run = exported(family, "greedy", steps=150)
     prompts, media = image_prompts(run), torch.tensor(run.target.media_ids)

@@ -64,7 +64,7 @@ def test_a_target_larger_than_one_gpu_is_counted_by_the_engine(
     assert why_engine_counts(insisting, [needed // 2]) is None
 
 
-@pytest.mark.usefixtures("small_machine")
+@pytest.mark.usefixtures("small_machine", "sglang_that_forks")
 def test_a_target_that_nothing_here_decodes_is_refused_before_gpus_are_taken(
     tiny_config: RunConfig, tiny_target: TargetRecord, tmp_path: Path
 ) -> None:

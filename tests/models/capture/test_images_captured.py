@@ -126,15 +126,19 @@ def test_wrong_embeddings_of_an_image_do_not_pass_the_canary(seeing_run: Callabl
         engine.check_canary(one.tokens, one.images)
 
 
+AXES = EAGLE3[:-1] + ", mrope_section: [2, 1, 1]}"
+STORED = ("float32", "bfloat16", "float8")
+
+
 @pytest.mark.parametrize(
     ("family", "draft", "stored"),
     [
-        ("qwen2_5_vl", MEDUSA, "float32"),
-        ("qwen2_5_vl", EAGLE3, "float32"),
-        ("qwen2_5_vl", EAGLE3, "bfloat16"),
-        ("qwen2_5_vl", EAGLE3, "float8"),
         ("qwen3_5", MTP, "float32"),
-        ("qwen2_5_vl", EAGLE3[:-1] + ", mrope_section: [2, 1, 1]}", "float32"),
+        ("qwen2_5_vl", AXES, "float8"),
+        *[
+            pytest.param("qwen2_5_vl", draft, stored, marks=pytest.mark.long)
+            for draft, stored in ((MEDUSA, "float32"), *[(EAGLE3, one) for one in STORED], (AXES, "float32"))
+        ],
     ],
 )
 def test_a_run_with_images_trains_and_is_measured_on_them(

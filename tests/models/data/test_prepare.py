@@ -17,6 +17,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import SamplesRecord, TargetRecord
 from infra.refusal import Refusal
+from models import preflight
 from models.config.data import DataConfig
 from models.config.recipe import RunConfig
 from models.data import prepare
@@ -130,7 +131,7 @@ def test_the_target_without_a_template_is_named(source: Path, tiny_target: Targe
 
 
 def test_the_main_writes_the_record_or_one_message(
-    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path
+    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
     write_atomically(folder.config, tiny_config.model_copy(update={"data": config(source)}))
@@ -144,8 +145,8 @@ def test_the_main_writes_the_record_or_one_message(
 
     # A resumed run: its ledger holds the samples that it began with, and the source may have grown since.
     source.write_text(source.read_text() + json.dumps({"text": story(30)}) + "\n")
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(sys, "argv", command[2:])
+    prepare.main()
     assert SamplesRecord.read(folder.samples) == record
 
     folder.samples.unlink()
@@ -158,7 +159,7 @@ def test_the_main_writes_the_record_or_one_message(
 
 
 def test_prompts_are_checked_before_they_are_regenerated(
-    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path
+    source: Path, tiny_target: TargetRecord, tiny_config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regeneration takes GPUs for hours: what would stop the run afterwards stops it first."""
     folder = RunFolder(tmp_path / "run")
@@ -166,8 +167,8 @@ def test_prompts_are_checked_before_they_are_regenerated(
     write_atomically(folder.config, tiny_config.model_copy(update={"data": data}))
     write_atomically(folder.target, tiny_target)
     command = [sys.executable, "-m", "models.preflight", str(folder.path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(sys, "argv", command[2:])
+    preflight.main()
     source.write_text(source.read_text() + "{broken\n")
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2

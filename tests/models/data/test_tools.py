@@ -146,7 +146,7 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def served() -> dict[str, Any]:
+def served(sglang_that_forks: None) -> dict[str, Any]:
     """What SGLang's own classes make of `REQUEST` and `TEMPLATES`."""
     done = subprocess.run(
         [sglang_python(), "-c", SGLANG, json.dumps(REQUEST), json.dumps(TEMPLATES)],

@@ -281,7 +281,7 @@ def test_three_tokens_follow_the_target(target, rule, draws):
         pytest.param(Branching, TREES, ALL, DRAWS, marks=pytest.mark.long),
         (Branching, TREES, NUCLEUS, FEWER),
         (LikeliestTrees, LIKELIEST, ALL, FEWER),
-        (LikeliestTrees, LIKELIEST, NUCLEUS, FEWER),
+        pytest.param(LikeliestTrees, LIKELIEST, NUCLEUS, FEWER, marks=pytest.mark.long),
     ],
 )
 def test_trees_follow_the_target(target, kind, lookaheads, rule, draws):
@@ -298,14 +298,14 @@ def test_broken_decoders_of_trees_are_rejected(target, monkeypatch):
     assert p_value(draw(target, LikeliestTrees(target), sampling, FEWER, LIKELIEST), law) < REJECTED
 
 
-@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+@pytest.mark.parametrize("rule", [ALL, pytest.param(NUCLEUS, marks=pytest.mark.long)])
 def test_a_decoder_without_the_residual_distribution_is_rejected(target, rule, monkeypatch):
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     assert p_value(draw(target, Disagreeing(target), sampling, FEWER), target.law(*rule)) < REJECTED
 
 
-@pytest.mark.parametrize("rule", [ALL, NUCLEUS])
+@pytest.mark.parametrize("rule", [pytest.param(ALL, marks=pytest.mark.long), NUCLEUS])
 def test_certain_proposals_follow_the_target_too(target, rule):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
     assert p_value(draw(target, Certain(target), sampling, FEWER), target.law(*rule)) >= REJECTED

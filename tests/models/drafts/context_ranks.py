@@ -1,9 +1,10 @@
-"""One rank's loss and gradients of every case; started by `test_context.py`: `context_ranks.py FOLDER RANK`.
+"""Every rank's loss and gradients of every case; started by `test_context.py`: `context_ranks.py FOLDER`.
 
 The first rank computes every case alone, which is what the others are compared with; then the first two share it, then
 all three.
 """
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -84,8 +85,7 @@ def outcome(
     return {**found._asdict(), **counts, "loss": found.loss.detach(), **gradients}
 
 
-def main() -> None:
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+def compute(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=RANKS, rank=rank)
     for size in range(1, RANKS + 1):
@@ -98,4 +98,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    fork = multiprocessing.get_context("fork")  # a rank need not import everything once more
+    ranks = [fork.Process(target=compute, args=(Path(sys.argv[1]), rank)) for rank in range(RANKS)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join()
+    sys.exit(any(one.exitcode for one in ranks))

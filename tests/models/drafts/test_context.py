@@ -19,8 +19,7 @@ LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=4)
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of what every rank found, for every size of the group: `SIZE-RANK.pt`."""
     folder = tmp_path_factory.mktemp("outcomes")
-    started = [subprocess.Popen([sys.executable, str(SCRIPT), str(folder), str(rank)]) for rank in range(3)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0, 0]
+    subprocess.run([sys.executable, str(SCRIPT), str(folder)], timeout=300, check=True)
     return folder
 
 
@@ -56,7 +55,7 @@ def test_every_row_is_computed_once_and_finds_its_states(lengths: list[int], siz
         assert index[needed].tolist() == list(range(len(needed)))
 
 
-@given(length=st.integers(64, 5000), size=st.integers(1, 8))
+@given(length=st.integers(64, 1000), size=st.integers(1, 8))
 def test_ranks_have_equal_work(length: int, size: int) -> None:
     """Rows, and pairs of a row with one that it sees."""
     runs = [ContextShare((length,), size, rank, 1).runs for rank in range(size)]

@@ -47,7 +47,7 @@ EAGLE3, DFLASH = LAYER | {"method": "eagle3", "vocab_size": None}, LAYER | {"met
 
 
 @pytest.mark.timeout(300)
-def test_sglang_reads_target_and_draft_alike_with_default_arguments(tmp_path):
+def test_sglang_reads_target_and_draft_alike_with_default_arguments(tmp_path, sglang_that_forks):
     folders = [tmp_path / str(number) for number in range(2 * len(TARGETS))]
     for index, folder in enumerate(folders):
         settings, expected = list(TARGETS.values())[index // 2]

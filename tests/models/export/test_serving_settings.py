@@ -277,7 +277,7 @@ def test_confidences_of_something_else_are_not_offered(error, offered, tmp_path)
 
 
 @pytest.mark.timeout(300)
-def test_sglang_reads_its_settings(tmp_path: Path):
+def test_sglang_reads_its_settings(tmp_path: Path, sglang_that_forks: None):
     """Its parser, its loader of adaptive configurations, its choice of a slot by texts at once."""
     found, path = table(), tmp_path / "sglang_adaptive.json"
     always = [*UNQUANTIZED_DRAFT, *DRAFT_ATTENTION]

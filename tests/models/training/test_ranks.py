@@ -69,11 +69,11 @@ def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 MEASURED = "training.heldout_steps=4"
 ACCUMULATION = [(1, "training.micro_batches=4")]
+THREE = [(3, "training.micro_batches=4")]
 RANKS = [
     # FSDP2 with accumulation; the last step leaves ranks without a sample.
     (2, "training.micro_batches=4", "training.sharded=true"),
     # Two and three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
-    (3, "training.micro_batches=4"),
     # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
     (4, "training.context_parallel_size=2", "training.micro_batches=2", "training.sharded=true"),
 ]
@@ -82,7 +82,9 @@ RANKS = [
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "cases", [RANKS, pytest.param(ACCUMULATION, marks=pytest.mark.long)], ids=["ranks", "one rank"]
+    "cases",
+    [RANKS, *(pytest.param(cases, marks=pytest.mark.long) for cases in (THREE, ACCUMULATION))],
+    ids=["ranks", "three ranks", "one rank"],
 )
 def test_ranks_and_accumulation_change_nothing(
     train: Callable[..., RunFolder], finished_run: Callable[..., RunFolder], cases: list[tuple[Any, ...]]

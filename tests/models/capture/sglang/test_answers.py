@@ -33,7 +33,7 @@ SETTINGS = (
 )
 DIVIDED = ("generator.sglang.tensor_parallel=2", "generator.sglang.attention_data_parallel=2")
 TARGETS = ("llama", "qwen3", "gemma3", "qwen3, data-parallel attention")
-LONG = TARGETS[2:]
+LONG = TARGETS[1:]
 TAKEN_BACK = "Retract requests"
 ROUNDS = 20
 """Requests may reach a busy machine so far apart that all fit into the memory: then they are sent again."""

@@ -54,7 +54,7 @@ print(*plain, *outputs())
 
 
 @pytest.mark.slow
-def test_a_draft_of_an_engine_gets_the_whole_output() -> None:
+def test_a_draft_of_an_engine_gets_the_whole_output(sglang_that_forks: None) -> None:
     """And the captured tensor survives the next layer's norm, which works in place."""
     command = [str(sglang_python()), "-c", PROGRAM]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

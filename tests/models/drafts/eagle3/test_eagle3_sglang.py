@@ -65,7 +65,7 @@ def make_draft(changes: dict) -> Eagle3Draft:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, torch.dtype], Path]:
+def exports(tmp_path_factory: pytest.TempPathFactory, sglang_that_forks: None) -> dict[tuple[str, torch.dtype], Path]:
     """Exports with inputs, and what SGLang made of them, by the names of their shapes and the target's data type."""
     folders = {variant: tmp_path_factory.mktemp("export") for variant in product(SHAPES, ERRORS)}
     for (name, dtype), folder in folders.items():

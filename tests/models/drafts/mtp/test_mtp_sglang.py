@@ -52,7 +52,7 @@ def make_draft() -> MtpDraft:
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+def exports(tmp_path_factory: pytest.TempPathFactory, sglang_that_forks: None) -> dict[torch.dtype, Path]:
     """Exports with inputs, and what SGLang made of them, by the target's data type."""
     folders = {dtype: tmp_path_factory.mktemp("export") for dtype in ERRORS}
     for dtype, folder in folders.items():
