@@ -221,7 +221,7 @@ def meeting_environment(store: str, interface: str) -> dict[str, str]:
 
 
 def interface_environment(interface: str) -> dict[str, str]:
-    """The only network interface on which gloo and NCCL listen. Without `=` NCCL takes it for a beginning of names."""
+    """The only network interface on which gloo and NCCL listen. Without `=` NCCL takes it as a prefix."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 

@@ -84,7 +84,7 @@ def test_no_pod_runs_as_root_or_may_become_it() -> None:
 def test_secrets_do_not_cover_where_kubernetes_puts_its_own() -> None:
     """/var/run is a link to /run in Debian: a token's mount point could not be made in a read-only /run/secrets.
 
-    Of mounts below each other by name Kubernetes makes the mount points itself.
+    Where one mount's path lies inside another's, Kubernetes makes the mount point itself.
     """
     template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
     flow = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]

@@ -3,7 +3,6 @@
 The run begins with some on the inference pool. Each one that comes later has devices leased for it alone.
 """
 
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from infra.data_plane.bottleneck import Elasticity, in_words
 from infra.files.atomic import write_atomically
 from infra.files.lines import last_object
 from infra.files.run_folder import RunFolder
-from infra.pools.base import Pool, PoolBusyError
+from infra.pools.base import Pool, PoolBusyError, ReleaseError
 from infra.pools.run_pools import SinglePools
 from infra.processes.exit import REFUSED
 from infra.processes.keep_running import STEADY_S, Generators, KeptProcess, OnLine
@@ -191,7 +190,7 @@ class ElasticGenerators(Generators):
     def _release(self, role: str, on_event: OnLine) -> None:
         try:
             self._pools.release(role)
-        except subprocess.SubprocessError as error:
+        except ReleaseError as error:
             on_event(f"the devices of {role} are given back at the end of the run: {error}")
 
     def _record(self, why: str, say: OnLine | None = None) -> None:

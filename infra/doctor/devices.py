@@ -4,11 +4,12 @@ import resource
 from pathlib import Path
 
 from infra.doctor.finding import Finding, judge
-from infra.network.rdma import can_open
+from infra.network.rdma import can_open, has_link
 from infra.pools.gpus import NVLINK, Gpu, Gpus
 from infra.quantities import byte_size, plural
 
 RESTART = "runs use the others; restart the machine, and read `dmesg | grep Xid` if that does not help"
+OTHER_LAYER = "Mooncake speaks InfiniBand and RoCE only: hidden states go through shared memory or TCP"
 
 
 def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
@@ -62,12 +63,14 @@ def _rdma_devices(root: Path) -> list[Path]:
 
 
 def _judge_rdma(device: Path) -> Finding:
-    ports = []
+    shown, has_links, is_active = [], False, False
     for port in sorted(device.glob("ports/*")):
         state, layer, rate = ((port / name).read_text().strip() for name in ("state", "link_layer", "rate"))
-        ports.append(f"port {port.name} {state.rpartition(': ')[2]} ({layer}, {rate})")
-    active = any(" ACTIVE (" in port for port in ports)
-    return judge("; ".join(ports) or "no ports", note=not active, name=f"RDMA {device.name}")
+        shown.append(f"port {port.name} {state.rpartition(': ')[2]} ({layer}, {rate})")
+        is_active |= "ACTIVE" in state
+        has_links |= has_link(port)
+    remedy = OTHER_LAYER if is_active else ""
+    return judge("; ".join(shown) or "no ports", note=not has_links, name=f"RDMA {device.name}", remedy=remedy)
 
 
 def rdma_access(root: Path = Path("/")) -> Finding | list[Finding]:

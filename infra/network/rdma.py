@@ -11,10 +11,11 @@ LINK_LAYERS = {"InfiniBand", "Ethernet"}
 def active_devices(root: Path = Path("/")) -> list[str]:
     """Names of the devices that have a port with a link and that this process can open."""
     devices = sorted((root / "sys/class/infiniband").glob("*"))
-    return [one.name for one in devices if any(map(_has_link, one.glob("ports/*"))) and can_open(one.name, root)]
+    return [one.name for one in devices if any(map(has_link, one.glob("ports/*"))) and can_open(one.name, root)]
 
 
-def _has_link(port: Path) -> bool:
+def has_link(port: Path) -> bool:
+    """Whether a port is active and of a kind that Mooncake speaks to."""
     return "ACTIVE" in (port / "state").read_text() and (port / "link_layer").read_text().strip() in LINK_LAYERS
 
 

@@ -15,6 +15,10 @@ class PoolBusyError(Exception):
     """The GPUs exist, but others hold them now."""
 
 
+class ReleaseError(Exception):
+    """The engine did not take devices back; the message says why, and when they become free."""
+
+
 @dataclass(frozen=True)
 class PoolSpec:
     """What is wanted."""

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from operator import mul
 
 from infra.config import PoolsConfig
 from infra.pools.base import Role
@@ -23,6 +24,11 @@ POLL_S = 1.0
 GRACE_S = 10.0
 """Grace period of a command on the pool's machine."""
 GONE_S = 60.0
+MANY_STATES = 100_000
+"""A search for a place takes seconds then, and is given up: what it could not refuse waits in the engine's queue."""
+
+Size = tuple[int, int]
+"""GPUs and cores."""
 
 
 class Part(Record):
@@ -164,20 +170,49 @@ def refuse_what_never_fits(request: Request, machines: Sequence[Machine], where:
 
 
 def fit(parts: Sequence[Part], machines: Sequence[Machine]) -> bool:
-    """Whether the parts fit into the empty cluster."""
-    counts = Counter((part.gpus, part.cores) for part in parts)
-    sizes = sorted(counts, reverse=True)
-    # Equal parts are alike: what is left is a number for each size, so that few states are told apart however many
-    # parts and machines there are.
-    done, left = (0,) * len(sizes), {tuple(counts[size] for size in sizes)}
-    for machine in sorted(machines, key=lambda one: (one.gpus, one.cores), reverse=True):
-        if done in left:
-            break
-        left = {rest for before in left for rest in _fill(machine.gpus, machine.cores, sizes, before)}
-    return done in left
+    """Whether the parts fit into the empty cluster. True, too, where that would take long to find out."""
+    wanted = sorted(((part.gpus, part.cores) for part in parts), reverse=True)
+    there_are = sorted(((one.gpus, one.cores) for one in machines), reverse=True)
+    return _fit_in_order(wanted, there_are) or _fit_in_any_order(wanted, there_are)
 
 
-def _fill(gpus: int, cores: int, sizes: Sequence[tuple[int, int]], counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _fit_in_order(parts: Sequence[Size], machines: Sequence[Size]) -> bool:
+    """Whether the parts fit when each in turn goes to the fullest machine that has room for it."""
+    free = list(machines)
+    for gpus, cores in parts:
+        machine = min((one for one in free if one[0] >= gpus and one[1] >= cores), default=None)
+        if machine is None:
+            return False
+        free.remove(machine)
+        free.append((machine[0] - gpus, machine[1] - cores))
+    return True
+
+
+def _fit_in_any_order(parts: Sequence[Size], machines: Sequence[Size]) -> bool:
+    """Whether any placement of the parts fits; True if there are too many to try."""
+    counts = Counter(parts)
+    sizes = list(counts)
+    # Equal parts are alike: a state is the number of parts of each size that are left.
+    left, tried = {tuple(counts.values())}, 0
+    for index, (gpus, cores) in enumerate(machines):
+        room = [sum(column) for column in zip(*machines[index:], strict=True)]
+        best = dict[tuple[int, ...], int]()
+        for state in left:
+            if sum(map(mul, state, (size[0] for size in sizes))) > room[0]:
+                continue
+            if sum(map(mul, state, (size[1] for size in sizes))) > room[1]:
+                continue
+            for *others, last in _fill(gpus, cores, sizes, state):
+                best[tuple(others)] = min(last, best.get(tuple(others), last))
+        # Of states that differ in the last number only, the smallest leads wherever the others do.
+        left = {(*others, last) for others, last in best.items()}
+        tried += len(left)
+        if tried > MANY_STATES:
+            return True
+    return (0,) * len(sizes) in left
+
+
+def _fill(gpus: int, cores: int, sizes: Sequence[Size], counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Each number of parts that a machine may leave: of the last size, the smallest, it takes all that still fit."""
     if not sizes:
         yield ()

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from infra.config import PoolsConfig
-from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
+from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, ReleaseError, in_words
 from infra.pools.engine import GRACE_S, GRANTED, PREFIX, Grant, Part, Request
 from infra.processes.exit import REFUSED
 from infra.processes.process import Owner, Process, module, start
@@ -25,6 +25,8 @@ POLL_S = 0.1
 STOP_S = GRACE_S + 20.0
 """Grace period of the local process that drives a command and waits for it."""
 WITHDRAW_S = 120.0
+HOLDER_STOP_S = 60.0
+"""Grace period of the holder, which withdraws what it holds: longer than Slurm's commands take to be killed."""
 
 
 def divide(specs: Sequence[PoolSpec], config: PoolsConfig) -> tuple[tuple[Part, ...], ...]:
@@ -83,6 +85,8 @@ class QueuedPools:
         self._asked: dict[str, _Asked] = {}
         self._refused: set[str] = set()
         """Owners whose last request was refused: they hold nothing, and the engine may not answer at all."""
+        self._left: set[str] = set()
+        """Owners whose last release failed: they may hold something, whatever is refused since."""
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[QueuedPool, ...]:
         """Request devices, or keep waiting for them. Raises Refusal or PoolBusyError, as the contract says."""
@@ -92,7 +96,7 @@ class QueuedPools:
         if asked is None:
             request = Request(owner=owner.name, folder=str(owner.logs.absolute()), pools=divided)
             holding = engine_task(self._config, "hold", request.model_dump_json())
-            holder = start(HOLDER + owner.name, holding, owner, grace_s=STOP_S)
+            holder = start(HOLDER + owner.name, holding, owner, grace_s=HOLDER_STOP_S)
             asked = self._asked[owner.name] = _Asked(tuple(specs), holder)
         assert asked.specs == tuple(specs), f"{owner.name} asked for something else before"
         assert not asked.pools, f"{owner.name} already holds pools"
@@ -113,7 +117,7 @@ class QueuedPools:
                 asked.waits = line
             if ended:
                 del self._asked[owner]
-                if asked.holder.poll() == REFUSED:
+                if asked.holder.poll() == REFUSED and owner not in self._left:
                     self._refused.add(owner)
                 asked.holder.check()
                 raise PoolBusyError(f"the request was taken away: {asked.waits}")
@@ -123,8 +127,8 @@ class QueuedPools:
     def release(self, owner: str) -> None:
         """Stop the owner's commands, wherever they run, and give its devices back; take its request out of the queue.
 
-        What another process of that owner holds is taken away too. Raises subprocess.SubprocessError where the engine
-        does not answer.
+        What another process of that owner holds is taken away too. Raises ReleaseError where the engine does not
+        answer.
         """
         asked = self._asked.pop(owner, None)
         with ExitStack() as stack:
@@ -133,5 +137,17 @@ class QueuedPools:
                 for pool in asked.pools:
                     stack.callback(pool.stop)
         if owner not in self._refused and (asked is None or asked.holder.poll()):
-            withdrawing = engine_task(self._config, "withdraw", PREFIX + owner)
-            subprocess.run(withdrawing, check=True, timeout=WITHDRAW_S)
+            self._left.add(owner)
+            self._withdraw(owner)
+            self._left.remove(owner)
+
+    def _withdraw(self, owner: str) -> None:
+        command = engine_task(self._config, "withdraw", PREFIX + owner)
+        by_itself = "; the job ends by itself within six minutes" if self._config.kind == "slurm" else ""
+        try:
+            done = subprocess.run(command, check=False, timeout=WITHDRAW_S, stderr=subprocess.PIPE, text=True)
+        except subprocess.TimeoutExpired as error:
+            raise ReleaseError(f"no answer within {WITHDRAW_S:g} s{by_itself}") from error
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise ReleaseError(last.removeprefix("error: ") + by_itself)

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from subprocess import SubprocessError
 
 from infra.config import PoolsConfig
-from infra.pools.base import Pool, PoolProvider, PoolSpec
+from infra.pools.base import Pool, PoolProvider, PoolSpec, ReleaseError
 from infra.pools.local import LocalPools
 from infra.pools.queued import LOOK_S, QueuedPools
 from infra.processes.process import Owner
@@ -48,8 +47,8 @@ def released_or_warned(warn: Callable[[str], object]) -> Iterator[None]:
     """Make an engine's failure to release devices a warning: what they were leased for is done by then."""
     try:
         yield
-    except SubprocessError as error:
-        warn(f"the devices are not given back, and the engine takes them by itself within six minutes: {error}")
+    except ReleaseError as error:
+        warn(f"the devices are not given back: {error}")
 
 
 @dataclass
@@ -86,9 +85,11 @@ class SinglePools:
         """Give back what the generator has, or asked for, if anything. Raises as the provider does."""
         stack = self._asked.get(role)
         if stack is not None:
-            with stack:
-                self.provider.release(self._owner(role).name)
-            self.noted(self._owner(role).name, 0)
+            try:
+                with stack:
+                    self.provider.release(self._owner(role).name)
+            finally:  # nothing runs on them any more, even if the engine did not take them
+                self.noted(self._owner(role).name, 0)
             del self._asked[role]
 
     def close(self) -> None:

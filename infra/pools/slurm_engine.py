@@ -24,6 +24,12 @@ ANSWER_S = 60.0
 """Timeout of slurmctld, which may be busy."""
 SUBMIT_S = 180.0
 """Timeout of sbatch, which itself tries for two minutes; one that is broken off may have submitted the job."""
+APPEARS_S = 10.0
+"""For how long such a job is looked for."""
+AGAIN_S = 2.0
+"""After this time a first question that failed is asked again: slurmctld may be restarting."""
+KILLED_S = 45.0
+"""Slurm kills the commands of a cancelled job after its KillWait, by default 30 s."""
 
 TOGETHER = 'exec "$@" 2>&1'
 """So that all that srun prints to its own standard error is srun's."""
@@ -50,13 +56,17 @@ class SlurmError(Refusal):
     """A command of Slurm's failed; the message is its own."""
 
 
+class SlurmTimeoutError(SlurmError):
+    """A command of Slurm's had no answer."""
+
+
 def ask(*command: str, text: str | None = None, timeout_s: float = ANSWER_S) -> str:
     """What a command of Slurm's prints. Raises SlurmError."""
     options = {"input": text, "capture_output": True, "text": True, "timeout": timeout_s, "env": slurm_environment()}
     try:
         done = subprocess.run(command, check=False, **options)
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} had no answer within {timeout_s:g} s") from error
+        raise SlurmTimeoutError(f"{command[0]} had no answer within {timeout_s:g} s") from error
     if done.returncode:
         said = done.stderr.strip().replace("error: ", "")  # which begins the last words of a process that refuses
         raise SlurmError(said or f"{command[0]} ended with exit code {done.returncode}")
@@ -96,10 +106,11 @@ class SlurmEngine(Engine):
 
     def hold(self, request: Request) -> None:
         """Submit the job, renew the sign of life that it watches, and cancel it at the end."""
-        parts = slurm_job.components(request, ask_machines(self.config.slurm.partition))
+        parts = slurm_job.components(request, self._machines())
         alive = slurm_job.alive_file(request)
         alive.touch()
-        self.wait_for_name(request.name)
+        # Slurm may not have answered at the end of this owner's last lease, whose job would stay for minutes.
+        self.withdraw(request.name)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         # With several partitions the reason is that of the one that Slurm tried last; another's machines may do.
@@ -124,19 +135,50 @@ class SlurmEngine(Engine):
                     hopeless = refuse_what_never_starts(job, reasons, hopeless, time.monotonic())
                 say(f"Slurm's job {job} waits: {', '.join(sorted(reasons))}")
         finally:
-            self.withdraw(request.name)
+            self._end(request.name, sys.exception())
+
+    def _machines(self) -> list[Machine]:
+        partition = self.config.slurm.partition
+        try:
+            return ask_machines(partition)
+        except SlurmError:
+            time.sleep(AGAIN_S)
+            return ask_machines(partition)
+
+    def _end(self, name: str, failure: BaseException | None) -> None:
+        """Cancel the job. Where one may be left, this process ends with status 1, so that `release` withdraws it."""
+        is_unclear = isinstance(failure, TimeoutError)
+        deadline = time.monotonic() + APPEARS_S
+        try:
+            self.withdraw(name)
+            while is_unclear and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                self.withdraw(name)
+        except (SlurmError, TimeoutError) as error:
+            failure, is_unclear = failure or error, True
+        if is_unclear:
+            print(f"error: {failure}", file=sys.stderr, flush=True)
+            raise SystemExit(1)
 
     def _submit(self, request: Request, parts: Components) -> tuple[str, Components]:
         """The job's number, and its components: one for each pool where the machines left by `options` are too small
-        for all in one.
+        for all in one. Raises TimeoutError where the job may have been submitted.
         """
         script = slurm_job.script(request, parts, self.config.slurm)
         try:
             return slurm_job.number(ask("sbatch", "--parsable", text=script, timeout_s=SUBMIT_S)), parts
         except SlurmError as error:
-            if TOO_LARGE in str(error) and parts != (apart := slurm_job.components_apart(request)):
+            if isinstance(error, SlurmTimeoutError) or "timed out" in str(error):
+                raise TimeoutError(f"Slurm may have submitted the job or not: {error}") from error
+            advice, apart = "see pools.slurm in the recipe", parts
+            if TOO_LARGE in str(error):
+                try:
+                    apart = slurm_job.components_apart(request)
+                except Refusal as uneven:
+                    advice = str(uneven)
+            if apart != parts:
                 return self._submit(request, apart)
-            raise Refusal(f"Slurm refuses the job: {error}; see pools.slurm in the recipe") from error
+            raise Refusal(f"Slurm refuses the job: {error}; {advice}") from error
 
     def drive(self, allocation: str, place: Sequence[str], command: Sequence[str]) -> int:
         """Run the command as a step, under our supervisor.
@@ -170,10 +212,16 @@ class SlurmEngine(Engine):
             print(f"error: {_ended(allocation)}", file=sys.stderr, flush=True)
         return 128 - status if status < 0 else status
 
+    def withdraw(self, name: str) -> None:
+        """Cancel the jobs, and wait until their commands have ended, but not for the epilog, which may take minutes."""
+        super().withdraw(name)
+        deadline = time.monotonic() + KILLED_S
+        while _states_of(name) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
     def holds(self, name: str) -> bool:
         """Whether a job of this user and that name has not ended; the cleaning up of its machines may take minutes."""
-        states = ask("squeue", *_mine(name), "--noheader", "--format=%T").split()
-        return any(state != "COMPLETING" for state in states)
+        return any(state != "COMPLETING" for state in _states_of(name))
 
     def cancel(self, name: str) -> None:
         """Cancel this user's jobs of that name."""
@@ -183,6 +231,10 @@ class SlurmEngine(Engine):
 def _mine(name: str) -> tuple[str, str]:
     # By number: $USER may name another user than this process's, and squeue prints nothing for one that it cannot find.
     return f"--user={os.getuid()}", f"--name={name}"
+
+
+def _states_of(name: str) -> list[str]:
+    return ask("squeue", *_mine(name), "--noheader", "--format=%T").split()
 
 
 def _states(job: str) -> list[tuple[str, str]] | None:

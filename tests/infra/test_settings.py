@@ -104,6 +104,6 @@ def test_no_proxy_stands_before_servers_on_loopback(
 
 
 def test_nccl_is_given_a_whole_name_of_an_interface() -> None:
-    """It takes a plain one as a beginning of names: eth0 would be eth01 too. Gloo knows whole names only."""
+    """It takes a plain one as a prefix of names: eth0 would be eth01 too. Gloo knows whole names only."""
     environment = settings.interface_environment("eth0")
     assert environment == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}

@@ -259,6 +259,13 @@ def test_rdma(tmp_path: Path) -> None:
     assert "GPU's own memory" in rdma(tmp_path, 0)[-1].found
 
 
+def test_a_device_that_mooncake_does_not_speak_to_is_no_link(tmp_path: Path) -> None:
+    """As AWS's EFA."""
+    put_rdma_device(tmp_path, "rdmap_0", layer="Unspecified")
+    finding = rdma(tmp_path, 0)[0]
+    assert (finding.verdict, finding.remedy) == ("note", devices.OTHER_LAYER)
+
+
 @pytest.mark.parametrize(
     ("versions", "said"),
     [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.config import PoolsConfig, SlurmConfig
-from infra.pools import slurm_job
+from infra.pools import engine, slurm_job
 from infra.pools.base import PoolSpec
 from infra.pools.engine import Machine, Part, Request, fit, refuse_what_never_fits
 from infra.pools.queued import divide
@@ -67,6 +67,34 @@ TRAINER = Part(role="training", gpus=4, cores=16)
 )
 def test_many_equal_parts_and_machines_are_counted(parts: list[Part], machines: list[Machine], fits: bool) -> None:
     assert fit(parts, machines) == fits
+
+
+def parts_of(counts: dict[int, int]) -> list[Part]:
+    """By the number of GPUs of each."""
+    return [Part(role="training", gpus=gpus, cores=gpus) for gpus, count in counts.items() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "machines", "fits"),
+    [
+        ({8: 32, 3: 120, 2: 200}, 128, True),
+        ({8: 32, 3: 120, 2: 205}, 128, False),  # more GPUs than there are
+        ({4: 150, 3: 120, 2: 5}, 128, False),  # fewer, but on most machines one is left over
+        ({6: 64, 5: 48, 3: 48, 2: 64}, 128, True),
+        ({6: 17, 5: 16, 3: 5, 2: 5}, 32, False),  # 33 of them want a machine each
+    ],
+)
+def test_parts_of_several_sizes_on_many_machines(counts: dict[int, int], machines: int, fits: bool) -> None:
+    assert fit(parts_of(counts), [BIG] * machines) == fits
+
+
+def test_a_search_that_is_given_up_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MANY_STATES", 1000)
+    assert fit(parts_of({6: 17, 5: 16, 3: 5, 2: 5}), [BIG] * 32)
+
+
+def test_what_only_another_order_places_fits() -> None:
+    assert fit(parts_of({4: 1, 3: 2, 2: 3}), [BIG] * 2)
 
 
 def test_parts_fit_where_any_order_of_placing_them_does() -> None:

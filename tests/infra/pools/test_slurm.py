@@ -3,24 +3,25 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from infra.config import PoolsConfig
 from infra.pools import slurm_engine, slurm_job
-from infra.pools.base import PoolSpec
+from infra.pools.base import PoolSpec, ReleaseError
 from infra.pools.engine import Request
 from infra.pools.queued import QueuedPools, divide
 from infra.pools.run_pools import SinglePools
 from infra.pools.slurm_engine import SlurmEngine, dry_run
-from infra.processes.process import Owner
+from infra.processes.process import Owner, ProcessFailedError
 
 CONFIG = PoolsConfig.model_validate({"kind": "slurm", "cores_per_gpu": 1, "slurm": {"partition": "gpu"}})
 SPECS = [PoolSpec("training", 2)]
 SINFO = 'case "$*" in *%R*) echo "cpu\nlong" ;; *--partition=gpu*) echo "n1|16|gpu:4" ;; esac'
 Say = Callable[..., None]
+Hold = Callable[..., None]
 
 
 @pytest.fixture
@@ -56,26 +57,26 @@ def test_a_partition_that_does_not_exist_is_named(slurm_says: Say) -> None:
 
 
 @pytest.fixture
-def said_by_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
-    """What a holder in this process refuses a job for that seems hopeless, by the recipe's partition."""
-    monkeypatch.setattr(slurm_engine, "HOPELESS_S", 0.0)
-    request = Request(owner="run", folder=str(tmp_path), pools=divide(SPECS, CONFIG))
+def hold(tmp_path: Path) -> Iterator[Hold]:
+    """A holder in this process."""
 
-    def hold(partition: str) -> str:
+    def hold(partition: str = "gpu", specs: Sequence[PoolSpec] = SPECS) -> None:
         config = CONFIG.model_copy(update={"slurm": CONFIG.slurm.model_copy(update={"partition": partition})})
-        with pytest.raises(ValueError) as refused:
-            SlurmEngine(config).hold(request)
-        return str(refused.value)
+        SlurmEngine(config).hold(Request(owner="run", folder=str(tmp_path), pools=divide(specs, config)))
 
     before = signal.getsignal(signal.SIGTERM)
     yield hold
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_job_that_slurm_would_never_start_is_refused(slurm_says: Say, said_by_hold: Callable[[str], str]) -> None:
+def test_a_job_that_slurm_would_never_start_is_refused(
+    slurm_says: Say, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reasons of all its components count."""
+    monkeypatch.setattr(slurm_engine, "HOPELESS_S", 0.0)
     slurm_says(sbatch="echo 17", squeue=queue("echo 'PENDING|PartitionTimeLimit\nPENDING|Priority'"))
-    assert "would never start the job 17: PartitionTimeLimit" in said_by_hold("gpu")
+    with pytest.raises(ValueError, match="would never start the job 17: PartitionTimeLimit"):
+        hold()
 
 
 def test_a_reason_counts_once_it_has_lasted() -> None:
@@ -88,13 +89,15 @@ def test_a_reason_counts_once_it_has_lasted() -> None:
 
 
 def test_the_reason_of_one_of_several_partitions_refuses_nothing(
-    slurm_says: Say, said_by_hold: Callable[[str], str], tmp_path: Path
+    slurm_says: Say, hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm tells that of the partition that it tried last, which another one's machines may make up for."""
+    monkeypatch.setattr(slurm_engine, "HOPELESS_S", 0.0)
     looks = tmp_path / "looks"
     state = f"echo >> {looks}; [ $(wc -l < {looks}) -gt 1 ] || echo 'PENDING|PartitionTimeLimit'"
     slurm_says(sinfo='echo "n1|16|gpu:4"', sbatch="echo 17", squeue=queue(state), scontrol="echo JobState=CANCELLED")
-    assert said_by_hold("gpu,gpu-long").startswith("the Slurm job 17 has ended (CANCELLED)")
+    with pytest.raises(ValueError, match=r"^the Slurm job 17 has ended \(CANCELLED\)"):
+        hold("gpu,gpu-long")
 
 
 def job(folder: Path, running: str = "echo 'RUNNING|None'") -> dict[str, str]:
@@ -119,11 +122,84 @@ def test_a_busy_controller_does_not_cost_the_job(slurm_says: Say, tmp_path: Path
     assert (tmp_path / "cancelled").exists()
 
 
-def test_a_job_that_sbatch_knows_nothing_of_is_withdrawn(slurm_says: Say, tmp_path: Path) -> None:
-    submits = f"touch {tmp_path}/submitted; echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1"
-    slurm_says(**{**job(tmp_path), "sbatch": submits})
-    assert "Socket timed out" in said_by_acquire(tmp_path)
+@pytest.mark.parametrize(
+    "submits", ["echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", "exec sleep 60"]
+)
+def test_a_job_that_sbatch_knows_nothing_of_is_withdrawn(
+    slurm_says: Say, hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submits: str, capsys
+) -> None:
+    """It may appear after the first look. Status 1 is no refusal, so that `release` looks for it, too."""
+    monkeypatch.setattr(slurm_engine, "SUBMIT_S", 2.0)
+    monkeypatch.setattr(slurm_engine, "APPEARS_S", 2.0)
+    commands, looks = job(tmp_path), tmp_path / "looks"
+    appears = f"[ ! -e {tmp_path}/asked ] || echo >> {looks}; [ -e {looks} ] && [ $(wc -l < {looks}) -gt 2 ] || exit 0"
+    slurm_says(
+        **commands | {
+            "sbatch": f"touch {tmp_path}/asked {tmp_path}/submitted; {submits}",
+            "squeue": f"{appears}\n{commands['squeue']}",
+        }
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match="1"):
+        hold()
     assert (tmp_path / "cancelled").exists()
+    assert "may have submitted the job or not: sbatch" in capsys.readouterr().err
+
+
+AWAY = "echo 'squeue: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def test_why_a_job_failed_is_told_although_it_cannot_be_withdrawn_now(slurm_says: Say, tmp_path: Path) -> None:
+    commands = job(tmp_path)
+    refuses = f"touch {tmp_path}/submitted; echo 'sbatch: error: Invalid account' >&2; exit 1"
+    slurm_says(**commands | {"sbatch": refuses, "squeue": f"[ ! -e {tmp_path}/submitted ] || {{ {AWAY}; }}"})
+    pools = QueuedPools(CONFIG, 60.0)
+    with pytest.raises(ProcessFailedError, match="Slurm refuses the job: sbatch: Invalid account"):
+        pools.acquire(SPECS, Owner("run", tmp_path / "logs"))
+    slurm_says(**commands)
+    pools.release("run")
+    assert (tmp_path / "cancelled").exists()
+
+
+def test_a_lease_takes_away_what_the_last_one_of_its_owner_left(slurm_says: Say, tmp_path: Path) -> None:
+    commands, pools, owner = job(tmp_path), QueuedPools(CONFIG, 60.0), Owner("run", tmp_path / "logs")
+    commands["sbatch"] = f"rm -f {tmp_path}/cancelled; {commands['sbatch']}"
+    slurm_says(**commands)
+    pools.acquire(SPECS, owner)
+    slurm_says(**commands | {"squeue": AWAY, "sinfo": AWAY})
+    with pytest.raises(ReleaseError, match=r"^squeue: Unable to contact .*failure\); .* within six minutes$"):
+        pools.release("run")
+    with pytest.raises(ValueError, match="Unable to contact"):
+        pools.acquire(SPECS, owner)
+    once = tmp_path / "once"
+    slurm_says(**commands | {"sinfo": f"[ -e {once} ] || {{ touch {once}; {AWAY}; }}\n{SINFO}"})
+    pools.release("run")
+    assert (tmp_path / "cancelled").exists()
+    (tmp_path / "cancelled").unlink()  # as if the job were there again
+    (pool,) = pools.acquire([PoolSpec("inference", 2)], owner)
+    assert (pool.gpus, once.exists()) == (("n1:0", "n1:1"), True)
+    pools.release("run")
+
+
+def test_a_withdrawal_waits_for_commands_but_not_for_an_epilog(
+    slurm_says: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_engine, "POLL_S", 0.01)
+    looks = tmp_path / "looks"
+    slurm_says(squeue=f"echo >> {looks}; [ $(wc -l < {looks}) -gt 3 ] || echo COMPLETING")
+    SlurmEngine(CONFIG).withdraw("draftsmith-run")
+    assert looks.read_text().count("\n") == 4
+    monkeypatch.setattr(slurm_engine, "KILLED_S", 0.1)
+    slurm_says(squeue="echo COMPLETING")
+    SlurmEngine(CONFIG).withdraw("draftsmith-run")
+
+
+def test_what_cannot_be_dealt_out_evenly_is_told_after_slurms_reason(slurm_says: Say, hold: Hold) -> None:
+    refuses = "echo 'sbatch: error: Requested node configuration is not available' >&2; exit 1"
+    slurm_says(sinfo="echo 'n1|16|gpu:8'", squeue="", sbatch=refuses)
+    with pytest.raises(
+        ValueError, match=r"refuses the job: sbatch: Requested node.*; the inference pool's GPUs.* 2, 1"
+    ):
+        hold(specs=[PoolSpec("inference", 3, parts=2), *SPECS])
 
 
 def test_options_may_leave_only_machines_that_are_too_small_for_both_pools(slurm_says: Say, tmp_path: Path) -> None:
@@ -152,12 +228,15 @@ def test_devices_that_are_not_given_back_do_not_fail_what_is_done(slurm_says: Sa
     warnings: list[str] = []
     commands, owner = job(tmp_path), Owner("run", tmp_path / "logs")
     slurm_says(**commands)
-    singles = SinglePools(QueuedPools(CONFIG, 60.0), SPECS[0], owner, warn=warnings.append)
+    held: dict[str, int] = {}
+    provider = QueuedPools(CONFIG, 60.0)
+    singles = SinglePools(provider, SPECS[0], owner, noted=held.__setitem__, warn=warnings.append)
     singles.acquire("generator-0")
-    slurm_says(**{**commands, "squeue": "echo 'error: Unable to contact slurm controller' >&2; exit 1"})
+    slurm_says(**{**commands, "squeue": AWAY})
     singles.close()
     (warning,) = warnings
-    assert "within six minutes" in warning
+    assert warning.startswith("the devices are not given back: squeue: Unable to contact slurm controller")
+    assert held == {"run-generator-0": 0}
 
 
 def test_the_end_of_a_job_is_told(slurm_says: Say, tmp_path: Path) -> None:
