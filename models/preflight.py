@@ -6,6 +6,7 @@ It needs the target but no samples, so it runs before regeneration.
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -300,8 +301,9 @@ def check_live(run: RunWithTarget) -> None:
             "would be chosen by the first few requests: train a first draft on other text, or set draft.vocab_size to "
             f"{whole}"
         )
+    deadline = time.monotonic() + run.config.generator.sglang.start_timeout_s
     for server in live.servers:
-        tap = open_tap(server, wanted_of(run), Event(), run.config.generator.sglang.start_timeout_s)
+        tap = open_tap(server, wanted_of(run), Event(), deadline - time.monotonic())
         assert tap is not None, "nobody stops this wait"
         tap.close()
     print(f"learning from users of {len(live.servers)} servers: {live.consent}", flush=True)

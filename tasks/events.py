@@ -53,7 +53,7 @@ def _was_told(event_id: UUID) -> bool:
     try:
         with get_client(sync_client=True) as client:
             return bool(client.request("POST", "/events/filter", json=asked).json()["events"])
-    except HTTPError:  # twice is better than never
+    except (HTTPError, ValueError, KeyError):  # away, or a gateway answers for it; twice is better than never
         return False
 
 

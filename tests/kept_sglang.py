@@ -72,6 +72,9 @@ def answer(connection: socket.socket) -> None:
 
 def run(arguments: list[str]) -> None:
     """As Python's command line does."""
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if arguments[0] in ("-c", "-m"):
+        sys.path.insert(0, os.getcwd())
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})

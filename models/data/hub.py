@@ -32,7 +32,8 @@ def model_folder(
     """
     folder = expanded(setting, name)
     if folder.is_dir():
-        return folder.resolve()  # a link may lead elsewhere before a run ends
+        # A link may lead elsewhere before a run ends. Of another folder other machines know the path as it is given.
+        return folder.resolve() if folder.is_symlink() else folder.absolute()
     with hub_refusals(f"{setting}: there is no folder {name} (looked in {Path.cwd()})", name, revision):
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
 

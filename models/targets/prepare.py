@@ -72,6 +72,7 @@ _HASHED = [
     "chat_template.json",
     "*.model",
     "*.tiktoken",
+    "tekken.json",
     "*.jinja",
 ]
 

@@ -104,10 +104,11 @@ def find_target_head(path: Path) -> StoredHead:
 def check_tied(path: Path) -> None:
     """Raise Refusal for a head of its own where the config ties it: SGLang takes the embedding, transformers the head.
 
-    Both are read where both are stored.
+    Both are read where both are stored. The text model's setting decides: in transformers 5.24 some multimodal
+    configurations tie by default, whatever their text model does.
     """
     stored = find_target_head(path)
-    if stored.head is None or not _tied(read_model_config(path)):
+    if stored.head is None or not getattr(read_model_config(path).get_text_config(), "tie_word_embeddings", False):
         return
     if not torch.equal(stored.embedding.read(torch.bfloat16), stored.head.read(torch.bfloat16)):
         raise Refusal(

@@ -55,6 +55,7 @@ def draftsmith(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         patch.chdir(ROOT)
         patch.setattr(sys, "argv", ["draftsmith", *arguments])
+        patch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own
         try:
             main()
         except SystemExit as ended:

@@ -1,7 +1,9 @@
 """The recipe of the tiny target and its samples, which later sessions take from the cache."""
 
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -95,7 +97,8 @@ def _sglang_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
     """An environment whose Python forks from one that has imported SGLang; see tests/kept_sglang.py."""
     python, folder = sglang_python(), tmp_path_factory.mktemp("sglang")
     (folder / "lib").symlink_to(python.parents[1] / "lib")
-    place, stand_in = folder / "socket", folder / "bin" / "python"
+    # A socket's path is short.
+    place, stand_in = Path(tempfile.mkdtemp(dir="/tmp")) / "socket", folder / "bin" / "python"
     stand_in.parent.mkdir()
     ask = f"sys.path.append({str(KEEPER.parent)!r}); from kept_sglang import ask; sys.exit(ask({str(place)!r}))"
     stand_in.write_text(f"#!{sys.executable} -I\nimport sys; {ask}\n")
@@ -111,6 +114,7 @@ def _sglang_that_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield folder
+    shutil.rmtree(place.parent)
 
 
 @pytest.fixture(scope="module")

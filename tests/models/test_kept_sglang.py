@@ -1,4 +1,4 @@
-"""Programs of SGLang's environment that fork from one process run and fail as if they had been started alone."""
+"""Programs of SGLang's environment that fork from one process have their own surroundings and end."""
 
 import subprocess
 from pathlib import Path

@@ -53,7 +53,7 @@ def test_the_revision_is_that_of_the_targets_own_files(copy: Path, tiny_target: 
     for name in ("results_2026-11-30.json", "trainer_state.json", "evaluation.jinja2", "notes.txt"):
         (copy / name).write_text("{}")
     assert prepare_target(hugging_face(copy)).revision == tiny_target.revision
-    for name in ("merges.txt", "preprocessor_config.json", "chat_template.jinja"):
+    for name in ("merges.txt", "preprocessor_config.json", "chat_template.jinja", "tekken.json"):
         before = prepare_target(hugging_face(copy)).revision
         (copy / name).write_text("{}")
         assert prepare_target(hugging_face(copy)).revision != before, name

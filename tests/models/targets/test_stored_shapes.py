@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 from models.targets.weights import read_target_head
 from tests.models.seeing_targets import seeing_target
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+
+from target_families import FAMILIES, write
 
 
 @pytest.fixture
@@ -125,3 +130,19 @@ def test_a_tied_head_that_differs_from_the_embedding_is_refused(tied: Path) -> N
     config = json.loads((tied / "config.json").read_text())
     (tied / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     prepare(tied)
+
+
+def test_a_head_of_its_own_is_taken_where_the_multimodal_configuration_ties_by_default(
+    tiny_target: TargetRecord, tmp_path: Path
+) -> None:
+    """As Mistral 3 is published: without the setting, which its text model does not have either."""
+    folder = write(FAMILIES["mistral3"], tmp_path, Path(tiny_target.path))
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings.pop("tie_word_embeddings") is False
+    (folder / "config.json").write_text(json.dumps(settings))
+    prepare(folder)
+    model = TargetModel.load(folder, (0, 1), torch.float32)
+    (stored,) = (
+        tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.endswith("lm_head.weight")
+    )
+    assert torch.equal(model.head_weight, stored)

@@ -71,9 +71,9 @@ MEASURED = "training.heldout_steps=4"
 ACCUMULATION = [(1, "training.micro_batches=4")]
 THREE = [(3, "training.micro_batches=4")]
 RANKS = [
-    # FSDP2 with accumulation; the last step leaves ranks without a sample.
+    # FSDP2 with accumulation; the last step leaves ranks without a sample. Without accumulation, two and three ranks:
+    # `test_a_run_goes_on_with_another_number_of_ranks`.
     (2, "training.micro_batches=4", "training.sharded=true"),
-    # Two and three ranks without accumulation: `test_a_run_goes_on_with_another_number_of_ranks`.
     # Two pairs of ranks, each of which shares its samples; the draft is divided among all four.
     (4, "training.context_parallel_size=2", "training.micro_batches=2", "training.sharded=true"),
 ]
