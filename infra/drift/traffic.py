@@ -297,10 +297,9 @@ class TrafficRecord(Record):
 
     def live(self, traffic: str) -> tuple[Series, ...]:
         """The series of this kind of traffic, of the versions that a server runs now."""
-        run = {(state.version, state.lookahead, traffic) for state in self.servers.values()}
-        return tuple(
-            one for one in self.series if (one.served.version, one.served.lookahead, one.served.traffic) in run
-        )
+        run = {(state.version, state.lookahead) for state in self.servers.values()}
+        of_kind = (one for one in self.series if one.served.traffic == traffic)
+        return tuple(one for one in of_kind if (one.served.version, one.served.lookahead) in run)
 
     def with_series(self, series: Series) -> "TrafficRecord":
         """The record with one series in place of that of the same version and conditions."""
