@@ -63,6 +63,8 @@ class AgreementResult(Record):
 
     commit: str
     date: str
+    method: str
+    """Of the draft."""
     concurrency: int
     bar: float
     sets: tuple[Agreement, ...]
@@ -128,8 +130,8 @@ def measure(options: argparse.Namespace, config: RunConfig, draft: Path) -> Agre
         found.append(agreement(name, under, counts, distinct_token_share(texts)))
         print(name, {way: round(length, 3) for way, length in found[-1].lengths.items()}, flush=True)
     return AgreementResult(
-        commit=commit, date=time.strftime("%Y-%m-%d"), concurrency=options.concurrency, bar=BAR, sets=tuple(found),
-        wall_s=time.perf_counter() - begun,
+        commit=commit, date=time.strftime("%Y-%m-%d"), method=config.draft.method, concurrency=options.concurrency,
+        bar=BAR, sets=tuple(found), wall_s=time.perf_counter() - begun,
     )  # fmt: skip
 
 

@@ -29,7 +29,6 @@ from infra.files.atomic import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "block_step.json"
 CONTESTANTS = ("ours", "speculators")
-BARS = {"times_faster": 1.5, "memory_of_speculators": 0.5}
 
 
 def contestant(name: str, given: tuple[str, BlockShape], dtype_name: str, threads: int, pipe: Connection) -> None:
@@ -78,7 +77,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     result = json.loads(options.json.read_text()) if options.json.exists() else {}
-    result["bars"] = BARS
     for shape in options.shapes:
         for dtype in options.dtypes:
             for method in options.methods:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from machine import cpu_model
 from prepared import prepared_run
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -57,11 +58,6 @@ def make_target(folder: Path, hidden: int, layers: int) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tiny = prepare_target(load_recipe(RECIPE).target)
     AutoTokenizer.from_pretrained(tiny.path).save_pretrained(folder)
-
-
-def cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 def timing(file: Path) -> dict[str, str]:

@@ -162,15 +162,29 @@ def run_side_by_side(jobs: list[tuple[int, str, list[str]]], part: Path, samples
         raise SystemExit(1)
 
 
+OF_SEED = ("ground", "samples", "ranks", "generators", "checkpoint_steps", "lease_s")
+"""Fields of an outcome that follow from its seed."""
+
+
 def outcomes_in(part: Path) -> list[Outcome]:
     """All lines, oldest first; a seed that was not whole may be there again."""
     return [Outcome(**json.loads(line)) for line in part.read_text().splitlines()] if part.is_file() else []
 
 
 def start_from_result(result: Path, part: Path) -> None:
-    """Begin the lines with the outcomes of a campaign that was stopped, where only its result is left."""
+    """Begin the lines with the outcomes of a campaign that was stopped, where only its result is left.
+
+    Failures of seeds that ran again go first. Older results hold less of them: what follows from the seed is taken from
+    its later outcome.
+    """
     if not part.exists() and result.is_file():
-        outcomes = json.loads(result.read_text())["outcomes"]
+        known = json.loads(result.read_text())
+        drawn = {
+            outcome["seed"]: {name: outcome[name] for name in OF_SEED if name in outcome}
+            for outcome in known["outcomes"]
+        }
+        failed = [drawn[outcome["seed"]] | outcome for outcome in known.get("failed_before_a_later_commit", [])]
+        outcomes = failed + known["outcomes"]
         part.write_text("".join(json.dumps(outcome) + "\n" for outcome in outcomes))
 
 
@@ -199,9 +213,7 @@ def summary(outcomes: list[Outcome], wanted: str) -> dict[str, object]:
         "runs": len(runs),
         "failed": [outcome.seed for outcome in runs if outcome.faults],
         "failed_before_a_later_commit": [
-            {"seed": outcome.seed, "commit": outcome.commit, "struck": outcome.struck, "faults": outcome.faults}
-            for outcome in outcomes
-            if outcome.faults and outcome is not latest[outcome.seed]
+            vars(outcome) for outcome in outcomes if outcome.faults and outcome is not latest[outcome.seed]
         ],
         "runs_by_commit": dict(Counter(outcome.commit for outcome in runs)),
         "grounds": dict(sorted(Counter(outcome.ground for outcome in runs).items())),

@@ -18,8 +18,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import ledger as ledger_benchmark
-from capture_cost import cpu_model
 from ledger_processes import BYTES_PER_TOKEN, POLL_S, TOKENS, publication
+from machine import cpu_model
 
 from infra.files.atomic import write_atomically
 from infra.ledger.ledger import Ledger

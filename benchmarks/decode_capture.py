@@ -1,8 +1,9 @@
 """One pass against two: hidden states captured while the target answers, or by a prefill of what it has answered.
 
-One SGLang server that captures, its prompts the beginnings of samples. Rounds alternate between answering with capture
-and answering without it, after which every text is prefilled. The answers are sampled and of one length, so both do
-equal work. Then the states of decoding are compared with those of a prefill of the same text, in each data type.
+One SGLang server that captures, its prompts the beginnings of samples. Each round answers with capture, and answers
+without it and then prefills every text; which of the two comes first alternates. The answers are sampled and of one
+length, so both do equal work. Then the states of decoding are compared with those of a prefill of the same text, in
+each data type.
 
     python benchmarks/decode_capture.py [--targets tiny gemma3-270m] [--rounds 3] [--prompts 16] [--new-tokens 256]
 """
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture_cost import cpu_model
+from machine import cpu_model
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
@@ -110,9 +111,10 @@ def measure(run: PreparedRun, options: argparse.Namespace, dtype: str) -> dict[s
             passes, rounds = Passes(engine, prompts, options.new_tokens), []
             for warm in (passes.one, passes.two):
                 warm()
-            for _ in range(options.rounds):
+            for number in range(options.rounds):
+                first = passes.one() if number % 2 else None  # what comes second finds the machine as the first left it
                 answered, prefilled = passes.two()
-                rounds.append((passes.one(), answered, prefilled))
+                rounds.append((first or passes.one(), answered, prefilled))
                 print(f"one pass {rounds[-1][0]:.1f} s, two {answered:.1f} + {prefilled:.1f} s", flush=True)
             ratios = [one / (answered + prefilled) for one, answered, prefilled in rounds]
             found["rounds_s"] = [[round(part, 2) for part in one] for one in rounds]

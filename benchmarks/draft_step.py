@@ -8,7 +8,7 @@ Every contestant is a process of its own with the same weights, batch, dtype (bf
 weights) and supervised positions (all), the draft head trained. The package's loss is the KL divergence, this project's
 the cross entropy: it differs by the target's entropy and has the same gradient. Contestants take turns, a step each,
 beside a product of two 4096 x 4096 matrices: figures are medians over the rounds. Seconds are wall and CPU (of all
-threads); where other work shares the cores the ratio of CPU seconds is the better one, and the bars are judged by it.
+threads); where other work shares the cores the ratio of CPU seconds is the better one.
 Peak memory is that of the first step, over what the process held with model and inputs made.
 
 `ours` is what a run does by default: the target's top token, sent with the samples, decides which positions count, and
@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from draft_contestants import CHUNK_TOKENS, SHAPES, Shape, make_work, our_step, plain_step, speculators_step
+from machine import cpu_info, cpu_model
 from torch import Tensor
 
 from infra.files.atomic import write_atomically
@@ -44,12 +45,6 @@ from infra.provenance import git_sha, hardware, versions
 RESULT = Path(__file__).parent / "results" / "draft_step.json"
 CONTESTANTS = ("ours", "speculators")
 REPLY_S = 1800.0
-BARS = {
-    "times_faster": {"float32": 1.6, "bfloat16": 1.9},
-    "share_of_matrix_rate": {"float32": 0.9, "bfloat16": 0.85},
-    "memory_of_speculators": {"b": 0.35, "c": 0.5},
-    "memory_of_plain": 0.4,
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MATRIX = 4096
 # One head and two steps: the plain form's scores of 8K x 8K tokens must fit into a laptop.
@@ -210,18 +205,9 @@ def conditions(threads: int) -> dict[str, Any]:
     }
 
 
-def cpu_model() -> str:
-    return _cpu_info("model name")
-
-
 def cpu_flags() -> list[str]:
     """Instruction sets as Linux names them."""
-    return _cpu_info("flags").split()
-
-
-def _cpu_info(field: str) -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+    return cpu_info("flags").split()
 
 
 def main() -> None:
@@ -236,7 +222,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     arguments = parser.parse_args()
     result = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-    result["bars"] = BARS
     for length in arguments.recompute:
         shape, dtype = replace(SHAPES["a"], lengths=(length,)), arguments.dtypes[0]
         found = compare(shape, dtype, ("ours", "recompute"), arguments.rounds, arguments.threads)

@@ -13,12 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from attempts import Attempts
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
-from infra.provenance import git_sha, hardware
 
 RESULT = Path(__file__).parent / "results" / "engines.json"
 ROOT = Path(__file__).parents[1]
@@ -62,28 +62,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULT)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    conditions = {
-        "commit": git_sha(),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(),
+    settings = {
         "recipe": options.recipe.stem,
         "overrides": [*QUICK, *options.overrides],
         "lookahead": int(options.lookahead),
     }
-    part = options.json.with_suffix(".part.json")
+    attempts = Attempts(options.json.with_suffix(".part.jsonl"), settings, ("seed", "engine"))
+    done = {(row["seed"], row["engine"]) for row in attempts.newest}
+    for seed, engine in ((seed, engine) for seed in range(*map(int, options.seeds.split(":"))) for engine in ENGINES):
+        if (seed, engine) not in done:
+            length = acceptance(options.recipe, engine, seed, options.overrides)[options.lookahead]
+            attempts.keep({"seed": seed, "engine": engine, "acceptance_length": length})
+            print(f"seed {seed}, {engine}: acceptance length {length:.4f}", flush=True)
     lengths: dict[str, dict[str, float]] = {engine: {} for engine in ENGINES}
-    if part.is_file():
-        lengths = json.loads(part.read_text())
-    for seed, engine in (
-        (str(seed), engine) for seed in range(*map(int, options.seeds.split(":"))) for engine in ENGINES
-    ):
-        if seed not in lengths[engine]:
-            lengths[engine][seed] = acceptance(options.recipe, engine, int(seed), options.overrides)[options.lookahead]
-            write_atomically(part, json.dumps(lengths))
-        print(f"seed {seed}, {engine}: acceptance length {lengths[engine][seed]:.4f}", flush=True)
-    result = conditions | {"acceptance_length_by_seed": lengths} | summary(lengths)
-    write_atomically(options.json, json.dumps(result, indent=1) + "\n")
-    part.unlink()
+    for row in attempts.newest:
+        lengths[row["engine"]][str(row["seed"])] = row["acceptance_length"]
+    result = attempts.under() | settings | {"acceptance_length_by_seed": lengths} | summary(lengths)
+    write_atomically(options.json, json.dumps(result | {"rows": attempts.newest}, indent=1) + "\n")
+    attempts.path.unlink()
     print(f"{result['mean']}: {options.json}")
 
 

@@ -10,7 +10,8 @@ healthy a moment ago, and once more, to another one, where that fails.
 
 A seed is whole if all servers end with one version, the registry's champion; a good version is champion then, and a bad
 one was withdrawn; no request was lost; and at most one server was ever missing beside those that were killed. A line is
-added to the result's `.jsonl` file for each seed; started again, it runs those that are missing or were not whole.
+added to the result's `.jsonl` file for each attempt; started again, it runs those that are missing or were not whole,
+and the result lists the attempts that were not whole before.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from typing import Any
 import httpx
 import psutil
 import torch
-from draft_step import cpu_model
+from attempts import Attempts
 from safetensors.torch import load_file, save_file
 
 from infra.drift.scrape import ask_info, read_server_info
@@ -41,7 +42,7 @@ from infra.files.atomic import sha256_file, write_atomically
 from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
 from infra.processes.exit import run_main
-from infra.provenance import git_sha, hardware, versions
+from infra.provenance import versions
 from infra.records.acceptance import RequestCounts
 from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
 from infra.serving.control import MARK
@@ -385,6 +386,16 @@ def run_seeds(found: Campaign, seeds: Sequence[int], keep: Callable[[dict[str, A
               f"{left / 60:.0f} min left", flush=True)  # fmt: skip
 
 
+def summary(attempts: Attempts) -> dict[str, Any]:
+    """Sums over the newest attempt of every seed, and the attempts that were made again."""
+    rows, result = attempts.newest, attempts.under() | attempts.settings
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(KINDS)}
+    result["whole"] = {kind: f"{sum(row['whole'] for row in of)} of {len(of)}" for kind, of in kinds.items()}
+    result |= {name: sum(row[name] for row in rows) for name in ("sent", "retried")}
+    result["lost"] = sum(len(row["lost"]) for row in rows)
+    return result | {"failed_before_a_later_attempt": attempts.replaced}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True)
@@ -394,30 +405,15 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers are not left behind
     first, last = map(int, options.seeds.split(":"))
-    lines = options.json.with_suffix(".jsonl")
-    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.is_file() else []
-    missing = [seed for seed in range(first, last) if seed not in {row["seed"] for row in rows if row["whole"]}]
-
-    def keep(row: dict[str, Any]) -> None:
-        rows[:] = [one for one in rows if one["seed"] != row["seed"]] + [row]
-        lines.write_text("".join(json.dumps(one) + "\n" for one in rows))
-
+    settings = {"servers": options.servers, "versions": versions()}
+    attempts = Attempts(options.json.with_suffix(".jsonl"), settings)
+    whole = {row["seed"] for row in attempts.newest if row["whole"]}
+    missing = [seed for seed in range(first, last) if seed not in whole]
     if missing:
         with campaign(PreparedRun.open(options.run), options.servers) as found:
-            run_seeds(found, missing, keep)
-    result = {
-        "commit": git_sha(),
-        "hardware": hardware(),
-        "cpu": cpu_model(),
-        "versions": versions(),
-        "servers": options.servers,
-    }
-    rows.sort(key=lambda row: row["seed"])
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(KINDS)}
-    result["whole"] = {kind: f"{sum(row['whole'] for row in of)} of {len(of)}" for kind, of in kinds.items()}
-    result |= {name: sum(row[name] for row in rows) for name in ("sent", "retried")}
-    result["lost"] = sum(len(row["lost"]) for row in rows)
-    write_atomically(options.json, json.dumps(result | {"rows": rows}, indent=1) + "\n")
+            run_seeds(found, missing, attempts.keep)
+    result = summary(attempts)
+    write_atomically(options.json, json.dumps(result | {"rows": attempts.newest}, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

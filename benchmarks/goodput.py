@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from machine import cpu_model
 from online_policy import AdaptiveText, LookaheadPolicy
 from prepared import trained_export
 from rich.console import Console
@@ -104,6 +105,7 @@ class GoodputResult(Record):
 
     commit: str
     date: str
+    cpu: str
     clock: str
     """`cpu`: seconds of this process on one thread, so that what else the machine does is left out."""
     repeats: int
@@ -255,7 +257,7 @@ def measure(options: argparse.Namespace, draft: Path) -> GoodputResult:
     sources: dict[str, ProposalSource] = {"draft": setup.source, "prompt lookup": PromptLookup()}
     found = {name: one_source(replace(setup, source=each), batches, options.repeats) for name, each in sources.items()}
     return GoodputResult(
-        commit=commit, date=time.strftime("%Y-%m-%d"), clock=options.clock, repeats=options.repeats,
+        commit=commit, date=time.strftime("%Y-%m-%d"), cpu=cpu_model(), clock=options.clock, repeats=options.repeats,
         conditions=under, phases=PHASES, sources=found, wall_s=time.perf_counter() - begun,
     )  # fmt: skip
 

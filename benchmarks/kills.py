@@ -150,9 +150,10 @@ def runs_of(name: str) -> list[dict[str, Any]]:
 def kill(killed: str, runs: Path) -> Kill:
     """One run, from its submission to its end."""
     folder = RunFolder(runs / killed.replace(" ", "-"))
-    config = load_recipe(ROOT / "recipes/tiny.yaml", RECIPE).model_dump(mode="json")
+    config = load_recipe(ROOT / "recipes/tiny.yaml", RECIPE)
+    write_atomically(folder.config, config)  # a name is that of a run to resume
     deployed = api("deployments/name/retrain/retrain")
-    parameters = {"config": config, "run": folder.name}
+    parameters = {"config": config.model_dump(mode="json"), "run": folder.name}
     first = api(f"deployments/{deployed['id']}/create_flow_run", {"parameters": parameters})["id"]
     until(lambda: consumed(folder) > STEPS * SAMPLES_PER_STEP // 4, "a quarter of the samples")
     victims = flow_of(first) + (workers(runs) if killed.startswith("worker") else [])

@@ -4,7 +4,7 @@
 
 For each seed, one draft is trained on `--samples` samples and another on twice as many. Held-out acceptance is measured
 every 20 steps. The first run's forecast (models/training/learning_curve.py) is compared with what the second reached.
-Started again with the same folder, it goes on.
+Started again with the same folder, it resumes; drafts of another commit are trained again.
 """
 
 import argparse
@@ -28,7 +28,7 @@ MEASURED = ["training.heldout_steps=20", "training.log_steps=20", "training.held
 
 
 def trained(path: Path, seed: int, samples: int) -> RunFolder:
-    folder = RunFolder(path / f"{seed}-{samples}")
+    folder = RunFolder(path / f"{seed}-{samples}-{git_sha()}")
     if not folder.training.is_file():
         trained_export(folder.path, RECIPE, [f"seed={seed}", f"data.max_samples={samples}", *MEASURED])
     return folder

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import sqlalchemy as sa
-from capture_cost import cpu_model
 from ledger_processes import (
     BYTES_PER_TOKEN,
     LEASED,
@@ -37,6 +36,7 @@ from ledger_processes import (
     next_plan,
     publication,
 )
+from machine import cpu_model
 from postgres import kill as kill_server
 
 from infra.files.atomic import write_atomically

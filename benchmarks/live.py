@@ -36,7 +36,7 @@ import httpx
 import numpy as np
 import psutil
 import torch
-from capture_cost import cpu_model
+from machine import cpu_model
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically

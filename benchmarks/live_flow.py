@@ -33,9 +33,9 @@ from typing import Any
 
 import httpx
 import yaml
-from capture_cost import cpu_model
 from follower import marked
 from live_loop import ANSWER, LONGEST, LOOKAHEAD, REGENERATED, Service, Traffic, forever, learned, offline, subjects
+from machine import cpu_model
 from prefect_requests import ask
 from soak import draftsmith, environment_of
 from transformers import PreTrainedTokenizerBase

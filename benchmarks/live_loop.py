@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from capture_cost import cpu_model
+from machine import cpu_model
 from prepared import capture_train_export
 from transformers import PreTrainedTokenizerBase
 

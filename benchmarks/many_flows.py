@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean
 
 import psutil
-from capture_cost import cpu_model
+from machine import cpu_model
 from overhead import SMALL
 
 from infra.files.atomic import write_atomically

@@ -37,7 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from draft_step import cpu_model
+from machine import cpu_model
 from methods_table import RESULTS, write_result
 from offline import Texts, averaged, capture, of_layers, train
 from prepared import prepared_run
@@ -274,7 +274,7 @@ class Ground:
         """Where and when."""
         shares = {f"{name} {heat:g}": distinct_token_share(texts.texts) for (name, heat), texts in self.texts.items()}
         under = {"commit": git_sha(), "date": time.strftime("%Y-%m-%d"), "cpu": cpu_model(), "versions": versions()}
-        return under | {"seed": self.config.seed, "distinct_token_shares": shares}
+        return under | {"interval": "jackknife", "seed": self.config.seed, "distinct_token_shares": shares}
 
 
 def compare(name: str, options: argparse.Namespace, folder: Path) -> None:

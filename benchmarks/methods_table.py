@@ -21,7 +21,12 @@ def write_result(
     chosen = {method: max(of, key=lambda rate: of[rate]["walks"][VALIDATION][MAIN]["length"]) for method, of in trials.items()}  # noqa: E501 # fmt: skip
     result = {**about, "chosen": chosen, "trials": trials, "baselines": {name: cells[name] for name in baselines}}
     write_atomically(path, json.dumps(result, indent=1) + "\n")
-    write_atomically(path.with_suffix(".md"), "\n".join(_page(result)) + "\n")
+    write_atomically(path.with_suffix(".md"), page(result))
+
+
+def page(result: dict[str, Any]) -> str:
+    """The Markdown page of a result of either script."""
+    return "\n".join(_page(result) if "chosen" in result else _curves(result)) + "\n"
 
 
 def told(walk: Mapping[str, float]) -> str:
@@ -33,9 +38,9 @@ def under(result: Mapping[str, Any]) -> str:
     """What a table was measured under."""
     return (
         f"Acceptance length at lookahead {result['lookahead']} by the walk over the target's own text "
-        f"({result['max_new_tokens']} new tokens at most), 95 % interval by jackknife over conversations. Training in "
-        f"{result['dtypes']['training']} on one thread of {result['cpu']}, one seed; {result['date']}, commit "
-        f"{result['commit']}. `benchmarks/methods.py` says how text and prompts were chosen."
+        f"({result['max_new_tokens']} new tokens at most), 95 % interval by {result['interval']} over conversations. "
+        f"Training in {result['dtypes']['training']} on one thread of {result['cpu']}, one seed; {result['date']}, "
+        f"commit {result['commit']}. `benchmarks/methods.py` says how text and prompts were chosen."
     )
 
 
@@ -83,7 +88,7 @@ def write_curves(path: Path, about: Mapping[str, Any], cells: Mapping[str, Any])
     """Write `path` and the Markdown page beside it."""
     result = {**about, "trials": list(cells.values())}
     write_atomically(path, json.dumps(result, indent=1) + "\n")
-    write_atomically(path.with_suffix(".md"), "\n".join(_curves(result)) + "\n")
+    write_atomically(path.with_suffix(".md"), page(result))
 
 
 def _curves(result: dict[str, Any]) -> Iterator[str]:

@@ -6,8 +6,7 @@ The target is the tiny one in MiMo's layout (benchmarks/mimo.py), in float32. It
 and is first trained as its makers would: one step, cross-entropy of the text's own tokens. That is `before`. Each
 objective then trains the same layer on the same further samples, in the same order and by the same optimizer, with
 three steps of the layer. `chains_of_own_tokens` has the attention of ours and the loss of FastMTP's. Acceptance is the
-simulated walk over the target's own greedy text of held-out prompts, at lookahead 4. A file of results that is there
-keeps what it has of a seed where other objectives are asked for.
+simulated walk over the target's own greedy text of held-out prompts, at lookahead 4.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from mimo import write_mimo
@@ -151,14 +151,13 @@ def main() -> None:
     parser.add_argument("--objectives", nargs="+", default=OBJECTIVES, choices=OBJECTIVES)
     parser.add_argument("--out", type=Path, default=RESULTS / "mtp.json")
     options = parser.parse_args()
-    seeds = json.loads(options.out.read_text())["seeds"] if options.out.is_file() else []
-    seeds = (seeds + [{} for _ in range(options.seeds)])[: options.seeds]
+    seeds: list[dict[str, Any]] = []
     with one_thread():
-        for seed, known in enumerate(seeds):
+        for seed in range(options.seeds):
             with TemporaryDirectory() as folder:
-                known.update(one_seed(seed, options, Path(folder)))
-            print(json.dumps(known), flush=True)
-    stages = [stage for stage in ("before", *OBJECTIVES) if all(stage in one for one in seeds)]
+                seeds.append(one_seed(seed, options, Path(folder)))
+            print(json.dumps(seeds[-1]), flush=True)
+    stages = ["before", *options.objectives]
     result = {
         "commit": git_sha(),
         "date": time.strftime("%Y-%m-%d"),

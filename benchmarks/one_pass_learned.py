@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from capture_cost import cpu_model
+from machine import cpu_model
 from offline import Texts
 from prepared import capture_train_export
 from transformers import PreTrainedTokenizerBase

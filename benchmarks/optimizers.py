@@ -12,7 +12,6 @@ drafts.
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -21,12 +20,14 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from attempts import kept_parts
+from machine import measured_here
 from offline import averaged, capture, train
 from prepared import prepared_run
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main
-from infra.provenance import git_sha, hardware, versions
+from infra.provenance import versions
 from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants
 from models.benchmark.measure import DRAFT, at, walk_texts
@@ -114,14 +115,9 @@ def main() -> None:
     options = parser.parse_args()
     with one_thread(), TemporaryDirectory() as folder:
         found = compare(options, Path(folder))
-    known = json.loads(options.out.read_text())["comparisons"] if options.out.is_file() else {}
-    result = {
-        "commit": git_sha(),
-        "date": time.strftime("%Y-%m-%d"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "comparisons": known | {f"{options.recipe}, {options.name}": found},
-    }
+    known = kept_parts(json.loads(options.out.read_text()), "comparisons") if options.out.is_file() else {}
+    found = measured_here() | {"versions": versions()} | found
+    result = measured_here() | {"comparisons": known | {f"{options.recipe}, {options.name}": found}}
     write_atomically(options.out, json.dumps(result, indent=1) + "\n")
 
 

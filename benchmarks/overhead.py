@@ -52,7 +52,6 @@ SMALL = (
     *("benchmark.timed_tokens=16", "benchmark.sampled_reference_tokens=0"),
 )
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()", "retrain"]
-BARS_S = {"new database": 15.0, "after": 10.0}
 RUN_S = 900.0
 LOOK_S = 0.05
 SHOWN_S = 0.1
@@ -240,7 +239,6 @@ def main() -> None:
         "versions": versions(),
         "recipe": options.recipe.stem,
         "overrides": overrides,
-        "bars_s": BARS_S,
         "runs": found,
     }
     write_atomically(options.json, json.dumps(result, indent=1) + "\n")

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from capture_cost import cpu_model
+from machine import cpu_model
 
 from infra.files.atomic import write_atomically
 from infra.processes.exit import run_main

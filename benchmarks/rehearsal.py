@@ -28,7 +28,7 @@ from typing import Any, cast
 import ledger as ledger_benchmark
 import numpy as np
 import psutil
-from capture_cost import cpu_model
+from machine import cpu_model
 from mlflow.tracking import MlflowClient
 from postgres import recipe_url
 from prepared import prepared_run

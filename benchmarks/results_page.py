@@ -1,4 +1,4 @@
-"""Writes docs/results.md: every measured figure with its conditions, from the files of benchmarks/results/.
+"""Writes docs/results.md: measured figures with their conditions, from files of benchmarks/results/.
 
     python benchmarks/results_page.py
 
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learning_facts import continued, engines, float8, learning_curve, mtp, optimizers, regeneration
 from live_facts import live, live_flow, live_loop, one_pass_learned
+from page_conditions import commit, conditions
 from speed_facts import (
     block_step,
     capture,
@@ -31,13 +33,18 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TITLE = """# Results
 
 Everything here was measured on CPUs; nothing was measured on a GPU. `python benchmarks/results_page.py` writes this
-page from the files of `benchmarks/results/`, each of which holds the conditions in full. Repeat a measurement with the
-script named.
+page from the files of `benchmarks/results/`, each of which holds the conditions in full, seeds included. Repeat a
+measurement with the script named.
+
+Conditions are the processor's cores, its model where the file names it, the day, and the commit that was measured;
+`-dirty` means that files differed from that commit. "unknown commit" means that the file names none, or one that
+history does not hold.
 """
 
 Json = dict[str, Any]
-Facts = Callable[[Json], Iterable[tuple[str, str]]]
-"""What was measured, and the figure."""
+Fact = tuple[str, str] | tuple[str, str, Json]
+Facts = Callable[[Json], Iterable[Fact]]
+"""What was measured, the figure, and the run that it is from, where a file holds several."""
 
 
 @dataclass(frozen=True)
@@ -53,79 +60,21 @@ def lossless(result: Json) -> Iterable[tuple[str, str]]:
     tokens = result.get("tokens") or result["lossless"]["tokens"]
     differing = result["mismatches"] if "mismatches" in result else result["lossless"]["mismatches"]
     target = result["conditions"]["target"].rpartition("-")[0]
-    yield f"tokens of {target} decoded speculatively and compared with plain decoding", f"{tokens:,}"
-    yield "tokens that differ", str(differing)
+    how = f"{target} decoded speculatively at lookahead {result['conditions']['lookahead']}"
+    yield f"tokens of {how} and compared with plain decoding", f"{tokens:,}"
+    yield f"of these tokens of {how}, those that differ", str(differing)
 
 
-def agreement(result: Json) -> Iterable[tuple[str, str]]:
+def agreement(result: Json) -> Iterable[Fact]:
     for one in result["sets"]:
         shown = ", ".join(f"{name} {length:.3f}" for name, length in one["lengths"].items())
-        target, method = one["conditions"]["target"], one["conditions"].get("method", "")
+        under = one["conditions"]
         yield (
-            f"{target} {method}: acceptance length on {one['prompts']} ({one['conditions']['prompts']} prompts)",
+            f"{under['target']}, {result['method']}: acceptance length on {one['prompts']} ({under['prompts']} "
+            "prompts)",
             shown,
+            result | {"conditions": under},
         )
-
-
-def engines(result: Json) -> Iterable[tuple[str, str]]:
-    for engine, mean in result["mean"].items():
-        yield f"acceptance length of drafts trained on {engine}'s hidden states, mean of three seeds", f"{mean:.3f}"
-    yield "largest difference between seeds", f"{result['largest_difference_between_seeds_of_one_engine']:.3f}"
-
-
-def continued(result: Json) -> Iterable[tuple[str, str]]:
-    for one in result["seeds"]:
-        lengths = [f"{part['length']:.2f} at {part['tokens_share']:.0%}" for part in one["continued"]]
-        yield (
-            f"seed {one['seed']}: acceptance length of a new draft of a fine-tuned target; of the base's draft, "
-            "continued with a share of the tokens",
-            f"{one['scratch']['length']:.2f}; {', '.join(lengths)}",
-        )
-
-
-def mtp(result: Json) -> Iterable[tuple[str, str]]:
-    names = {
-        "before": "before",
-        "training_time_test": "by chains",
-        "fastmtp": "by FastMTP's objective",
-        "chains_of_own_tokens": "by chains with FastMTP's loss",
-    }
-    lengths, rates = result["mean_length"], result["mean_by_position"]
-    names = {name: shown for name, shown in names.items() if name in lengths}
-    yield (
-        f"acceptance length of a tiny target's own MTP layer at lookahead {result['lookahead']}, before and after "
-        f"{result['samples']:,} samples, mean of {len(result['seeds'])} seeds",
-        ", ".join(f"{shown} {lengths[name]:.3f}" for name, shown in names.items()),
-    )
-    for name, shown in names.items():
-        yield f"its acceptance by position, {shown}", " / ".join(f"{rate:.3f}" for rate in rates[name])
-
-
-def optimizers(result: Json) -> Iterable[tuple[str, str]]:
-    for one in result["comparisons"].values():
-        adamw, muon = one["best"]["adamw"], one["best"]["muon"]
-        yield (
-            f"acceptance length of {one['draft']['method']} on sampled text after {one['training_tokens']:,} tokens "
-            f"(recipe {one['recipe']}, lookahead {one['lookahead']}), each at its best learning rate of those tried",
-            f"AdamW {adamw['drawn']:.3f} ({adamw['learning_rate']:g}), Muon {muon['drawn']:.3f} "
-            f"({muon['learning_rate']:g})",
-        )
-        yield "its training in CPU seconds", f"AdamW {adamw['cpu_s']}, Muon {muon['cpu_s']}"
-
-
-def float8(result: Json) -> Iterable[tuple[str, str]]:
-    sizes, target = result["bytes_per_token"], result["target"]
-    for one in result["float8_against_bfloat16"]:
-        low, high = one["interval"]
-        yield (
-            f"acceptance length of {target}'s draft trained on float8 against bfloat16, seed {one['seed']} (95 %)",
-            f"{one['relative']:+.1%} ({low:+.1%} to {high:+.1%})",
-        )
-    yield f"bytes of hidden states per token, float8 / bfloat16 ({target})", f"{sizes['float8']} / {sizes['bfloat16']}"
-    yield (
-        f"rows of which {target}'s head chooses the same token after rounding to float8",
-        f"{result['rounding']['same_top_token']:.1%}",
-    )
 
 
 def suffix(result: Json) -> Iterable[tuple[str, str]]:
@@ -139,10 +88,16 @@ def suffix(result: Json) -> Iterable[tuple[str, str]]:
 
 
 def chaos(result: Json) -> Iterable[tuple[str, str]]:
-    yield f"runs under random faults ({len(result.get('struck', {}))} kinds)", f"{result['runs']}"
+    yield f"seeds of runs under random faults ({len(result.get('struck', {}))} kinds)", f"{result['runs']}"
     yield (
-        "runs that lost, doubled or quarantined a sample, differed in a weight, or left something",
+        "of these, seeds whose newest run lost, doubled or quarantined a sample, differed in a weight, or left "
+        "something",
         str(len(result["failed"])),
+    )
+    earlier = [f"{one['seed']} at {commit(one['commit'])}" for one in result["failed_before_a_later_commit"]]
+    yield (
+        "of these, seeds that failed at an earlier commit and were run again at a later one",
+        ", ".join(earlier) or "0",
     )
 
 
@@ -159,7 +114,7 @@ def fuzz(result: Json) -> Iterable[tuple[str, str]]:
 
 def soak(result: Json) -> Iterable[tuple[str, str]]:
     yield "simulated days of traffic, drift, promotion and rollback", str(len(result["days"]))
-    yield "faults", str(len(result["faults"]))
+    yield "faults in these days", str(len(result["faults"]))
 
 
 def year(result: Json) -> Iterable[tuple[str, str]]:
@@ -175,6 +130,10 @@ def year(result: Json) -> Iterable[tuple[str, str]]:
 def follower(result: Json) -> Iterable[tuple[str, str]]:
     for kind, whole in result["whole"].items():
         yield f"rollouts over {result['servers']} SGLang servers, with kills, that ended right: version {kind}", whole
+    earlier = result.get("failed_before_a_later_attempt")
+    shown = ", ".join(f"{one['seed']} at {commit(one['commit'])}" for one in earlier or ())
+    again = "not recorded" if earlier is None else shown
+    yield "of these rollouts, seeds that did not end right and were run again", again or "0"
     yield "requests that were lost meanwhile", f"{result['lost']} of {result['sent']:,}, {result['retried']} sent again"
 
 
@@ -198,14 +157,6 @@ def quarter(result: Json) -> Iterable[tuple[str, str]]:
     yield (
         "decisions that came out otherwise from their stored evidence; days on which the overview was wrong",
         f"{told['decisions_not_replayed']}; {told['wrong_days_of_the_overview']}",
-    )
-
-
-def learning_curve(result: Json) -> Iterable[tuple[str, str]]:
-    short, long = result["samples"]
-    yield (
-        f"drafts of the tiny target whose gain from {short} to {long:,} samples lay in the band told before (90 %)",
-        f"{result['inside']} of {len(result['seeds'])}",
     )
 
 
@@ -284,6 +235,7 @@ SECTIONS = (
             ("lossless-blocks", "lossless.py", lossless),
             ("suffix", "suffix.py", suffix),
             ("one_pass_learned", "one_pass_learned.py", one_pass_learned),
+            ("regeneration", "regeneration.py", regeneration),
             ("mtp", "mtp.py", mtp),
             ("optimizers", "optimizers.py", optimizers),
             ("learning_curve", "learning_curve.py", learning_curve),
@@ -336,17 +288,6 @@ SECTIONS = (
 )
 
 
-def conditions(result: Json) -> str:
-    """Hardware, day and commit; of a file with several runs those of each that differ."""
-    if not {"hardware", "conditions", "commit"} & set(result):
-        return "; ".join(dict.fromkeys(conditions(run) for run in result.values()))
-    hardware = str(result.get("hardware") or result.get("conditions", {}).get("hardware") or "").partition(" (")[0]
-    day = str(result.get("date") or result.get("at") or "")[:10]
-    commits = result.get("runs_by_commit")
-    commit = ", ".join(name[:7] for name in commits) if commits else str(result.get("commit", ""))[:7]
-    return ", ".join(part for part in (hardware, day, commit) if part)
-
-
 def served_by_vllm(result: Json) -> list[str]:
     """Counts of vLLM beside the reference decoder's."""
     titles = "method", "target", "prompts", "same text", "same counts among them", "steps, accepted: reference", "vLLM"
@@ -376,15 +317,18 @@ def page() -> str:
         lines += [f"## {section.title}", "", "| measured | figure | conditions | script |", "|---|--:|---|---|"]
         for name, script, facts in section.rows:
             result = json.loads((RESULTS / f"{name}.json").read_text())
-            lines += [f"| {what} | {figure} | {conditions(result)} | `{script}` |" for what, figure in facts(result)]
+            for what, figure, *run in facts(result):
+                lines.append(f"| {what} | {figure} | {conditions(*run or [result])} | `{script}` |")
         lines.append("")
     lines += served_by_vllm(json.loads((RESULTS / "vllm.json").read_text()))
     lines += ["## Draft methods", ""]
-    for name in ("methods-gemma3-270m", "methods-tiny"):
-        lines += [
-            f"[{name}](../benchmarks/results/{name}.md): acceptance by method, temperature and kind of prompt.",
-            "",
-        ]
+    name, older = "methods-gemma3-270m", "methods-tiny"
+    lines += [f"[{name}](../benchmarks/results/{name}.md): acceptance by method, temperature and kind of prompt.", ""]
+    lines += [
+        f"[{older}](../benchmarks/results/{older}.json): the same of the tiny target, measured by an earlier form of "
+        "`methods.py`: by real decoding, with greedy proposals.",
+        "",
+    ]
     curves = "method-curves-tiny"
     lines += [f"[{curves}](../benchmarks/results/{curves}.md): acceptance by method and number of training tokens.", ""]
     return "\n".join(lines)

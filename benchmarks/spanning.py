@@ -23,7 +23,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
-from capture_cost import cpu_model
+from machine import cpu_model
 from prepared import prepared_run
 from stores import FLOW, machines
 from target_families import FAMILIES, write

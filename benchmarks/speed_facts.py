@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 Json = dict[str, Any]
+Fact = tuple[str, str] | tuple[str, str, Json]
 
 
 def capture(result: Json) -> Iterable[tuple[str, str]]:
@@ -12,7 +13,10 @@ def capture(result: Json) -> Iterable[tuple[str, str]]:
         f"SGLang's prefill throughput with capture, share of that without ({result['target']}; median, load {load})",
         f"{result['ratio_median']:.3f}",
     )
-    yield "the same by CPU seconds, which the load does not change", f"{cpu_s['plain'] / cpu_s['capture']:.3f}"
+    yield (
+        "share of the throughput by CPU seconds, which the load does not change",
+        f"{cpu_s['plain'] / cpu_s['capture']:.3f}",
+    )
     yield (
         f"share of a prefill of {result['tokens_per_prompt']:,} tokens for which capture keeps SGLang's scheduler",
         f"{result['blocked_share_of_prefill']:.2%}",
@@ -24,10 +28,11 @@ def decode_capture(result: Json) -> Iterable[tuple[str, str]]:
         found, how = result[target], f"{target}, answers of {result['new_tokens']} tokens"
         rounds = found["float32"]["rounds_s"]
         prefilled = sum(prefill for *_, prefill in rounds) / sum(answer + prefill for _, answer, prefill in rounds)
+        ratios = sorted(one / (answer + prefill) for one, answer, prefill in rounds)
         yield (
             f"time of capturing while SGLang answers, of that of answering and then prefilling ({how}; the prefill is "
-            f"{prefilled:.0%} of two passes)",
-            f"{found['float32']['one_pass_to_two']:.2f}",
+            f"{prefilled:.0%} of two passes): median (each round)",
+            f"{found['float32']['one_pass_to_two']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
         )
         for dtype in ("float32", "bfloat16"):
             states = found[dtype]["states"]
@@ -66,7 +71,9 @@ def transport(result: Json) -> Iterable[tuple[str, str]]:
 
 def stored(result: Json) -> Iterable[tuple[str, str]]:
     for way, seconds in result["wall_s"].items():
-        yield f"{result['steps']} steps of the tiny target, hidden states {way}", f"{seconds:.0f} s"
+        rounds = [one[way] for one in result.get("wall_s_of_rounds", [])]
+        shown = f"{min(rounds):.0f} to {max(rounds):.0f} s" if rounds else f"{seconds:.0f} s, measured once"
+        yield f"{result['steps']} steps of the tiny target, hidden states {way}", shown
 
 
 def packing(result: Json) -> Iterable[tuple[str, str]]:
@@ -84,7 +91,7 @@ def context_parallel(result: Json) -> Iterable[tuple[str, str]]:
         f"activation memory per rank, two ranks sharing samples of {longest['tokens']:,} tokens, relative to one",
         f"{longest['memory_ratio']:.2f}",
     )
-    yield "speed-up", f"{longest['speed_up']:.2f}"
+    yield f"speed-up of two ranks sharing samples of {longest['tokens']:,} tokens", f"{longest['speed_up']:.2f}"
 
 
 def planner(result: Json) -> Iterable[tuple[str, str]]:
@@ -102,7 +109,7 @@ def overhead(result: Json) -> Iterable[tuple[str, str]]:
         yield f"seconds that Prefect, MLflow and process starts add to a run ({when})", f"{mean:.1f}"
 
 
-def block_step(result: Json) -> Iterable[tuple[str, str]]:
+def block_step(result: Json) -> Iterable[Fact]:
     for one in result["steps"].values():
         method, sizes = one["method"], one["shape"]
         yield (
@@ -110,4 +117,5 @@ def block_step(result: Json) -> Iterable[tuple[str, str]]:
             f"{sizes['vocabulary']:,} tokens, {sizes['anchors'] * len(sizes['lengths'])} blocks of "
             f"{sizes['block_size']}: times faster than speculators' on a CPU (CPU seconds); share of its peak memory",
             f"{one['times_faster']['cpu_s']:.2f}; {one['memory_of_speculators']:.2f}",
+            one,
         )

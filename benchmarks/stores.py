@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from capture_cost import cpu_model
+from machine import cpu_model
 from two_hosts import ip, on
 
 from infra.config import TransportConfig

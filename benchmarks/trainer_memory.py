@@ -1,7 +1,8 @@
-"""Peak memory of a trainer's draft step as torch's allocator saw it, beside what the planner says.
+"""Peak memory of a trainer as torch's allocator saw it, beside what the planner says.
 
 Every allocation and release of the process, workspaces inside operators included, from before the first weight: torch's
-profiler records them, and the same steps give the same figure to the byte. What is not torch's (the interpreter, its
+profiler records them, and the same steps give the same figure to the byte. A trainer on a CPU reads the target's tables
+in float32 first, so that building a draft may be dearer than its steps. What is not torch's (the interpreter, its
 libraries) is not in it, and neither is what the C library keeps of freed memory.
 """
 
@@ -52,7 +53,7 @@ class Point:
         """Of the target only what a trainer sees matters."""
         return TargetShape(
             hidden_size=self.hidden, num_layers=1, vocab_size=self.vocabulary, parameters=1, active_parameters=1,
-            attention_width=1,
+            attention_width=1, tied_head=self.tied,
         )  # fmt: skip
 
     @property
@@ -106,7 +107,7 @@ def train(point: Point, steps: int) -> None:
 
 
 def built(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
-    """What is trained, and its optimizer."""
+    """What is trained, and its optimizer, in the order of models.training.trainer.open_trainer."""
     config, dtype = point.config, DTYPES[point.precision]
     torch.manual_seed(0)
     embedding = torch.randn(point.vocabulary, point.hidden)
@@ -115,12 +116,15 @@ def built(point: Point) -> tuple[DraftModule, torch.optim.Optimizer]:
     draft = build_draft(config, embedding, DraftVocabulary(chosen, point.vocabulary), range(point.aux))
     draft.start_from(head)
     draft.hold_embeddings(dtype)
-    weight = head.to(dtype)
-    whole = weight if point.pruned and config.needs_mass else None
-    projection = TargetProjection(weight[chosen], whole, 1.0, None)
+    projection = _projection(point, head.to(dtype), chosen)
     settings = {"precision": point.precision, "recompute": point.recompute, "optimizer": point.optimizer}
     module = DraftModule(draft, projection, TrainingConfig.model_validate(settings), total_steps=10)
     return module, module.configure_optimizers()["optimizer"]
+
+
+def _projection(point: Point, weight: torch.Tensor, chosen: torch.Tensor) -> TargetProjection:
+    whole = weight if point.pruned and point.config.needs_mass else None
+    return TargetProjection(weight[chosen], whole, 1.0, None)
 
 
 def _batch(point: Point) -> PackedSamples:

@@ -95,6 +95,8 @@ class RankMemory(Record):
     activations: int = Field(description="activations, all steps")
     # Gradients formed in the forward, and the chunk whose logits are alive.
     loss: int = Field(description="loss and its gradients")
+    # A trainer on a CPU reads embedding and head in float32: of a small draft, more than its steps need.
+    building: int = Field(default=0, description="more than all of these, while the draft is built")
 
     @property
     def total(self) -> int:
@@ -118,7 +120,8 @@ def planned_chunk_tokens(draft: DraftShape, setting: Setting) -> int:
 
 
 def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> RankMemory:
-    """Peak of an optimizer step (not the first) on packed samples of these lengths, all tokens supervised."""
+    """Peak of a rank: of its start without a checkpoint, or of an optimizer step (not the first) on packed samples of
+    these lengths, all tokens supervised."""
     exchanged = int(draft.kept.exchanged * sum(lengths)) if setting.context > 1 else 0
     lengths = tuple(-(-length // setting.context) for length in lengths)
     item, tokens = ITEM_BYTES[setting.precision], sum(lengths)
@@ -134,7 +137,7 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
     saved = -(-draft.matrix_parameters // setting.divided) * FLOAT if setting.muon else 0
     # Divided, a draft is still put together for every micro-batch, and its gradients before they are reduced.
     gathered = draft.parameters * FLOAT if setting.divided > 1 else 0
-    return RankMemory(
+    step = RankMemory(
         weights=share + gathered,
         gradients=share + gathered,
         optimizer=share * MOMENTS - saved,
@@ -145,6 +148,27 @@ def rank_memory(draft: DraftShape, target: TargetShape, setting: Setting, length
         activations=activations + exchanged,
         loss=loss,
     )
+    return step.model_copy(update={"building": max(0, _building(draft, target, setting) - step.total)})
+
+
+def _building(draft: DraftShape, target: TargetShape, setting: Setting) -> int:
+    """Bytes while models.training.start builds the draft and the projection; 0 where the host's memory is not planned.
+
+    Sharded or not, every rank builds all of it.
+    """
+    if not setting.one_memory:
+        return 0
+    item = ITEM_BYTES[setting.precision]
+    table, rows = target.hidden_size * target.vocab_size, target.hidden_size * draft.vocab_size
+    read = table * FLOAT * (1 if target.tied_head else 2)
+    # A frozen head over the whole vocabulary shares the memory of the target's.
+    own_heads = draft.frozen if draft.vocab_size < target.vocab_size else 0
+    cast_embeddings = draft.frozen_embeddings * item if item < FLOAT else 0
+    cast_head = table * item if item < FLOAT else 0
+    held = read + (draft.parameters + own_heads) * FLOAT + cast_embeddings + rows * item
+    # The cast head goes before the averaged weights come, unless the loss reads all of it.
+    averaged = draft.parameters * FLOAT
+    return held + (cast_head + averaged if setting.whole_head else max(cast_head, averaged))
 
 
 def _of_batch(draft: DraftShape, target: TargetShape, setting: Setting, lengths: tuple[int, ...]) -> tuple[int, int]:

@@ -55,6 +55,7 @@ class TargetShape(Record):
         default=False,
         description="Whether tensor parallelism leaves the cache whole on every GPU (latent attention).",
     )
+    tied_head: bool = Field(default=False, description="Whether the output head is the embedding.")
     bytes_per_weight: float | None = Field(
         default=None,
         gt=0,
@@ -182,6 +183,7 @@ def target_shape(config: Mapping[str, Any]) -> TargetShape:
         cache_width=cached,
         attention_parameters=layers * attention,
         latent_cache=bool(text.get("kv_lora_rank")),
+        tied_head=bool(tied),
         bytes_per_weight=_bytes_per_weight(text.get("quantization_config") or config.get("quantization_config") or {}),
     )
 

@@ -60,6 +60,8 @@ POINTS = [
     Point(64, 512, DEEPSEEK, (150, 60), aux=0, name="mtp, experts and MLA"),
     Point(64, 512, DEEPSEEK, (600,), "bfloat16", recompute=True, aux=0, name="the same, recomputed, bfloat16"),
     Point(64, 512, MIXED, (96,), aux=0, name="mtp, experts, Muon", optimizer="muon"),
+    Point(64, 40_000, EAGLE3, (96,), "bfloat16", name="eagle3, built from two large tables"),
+    Point(64, 40_000, EAGLE3, (96,), "bfloat16", tied=True, name="eagle3, built from a large table"),
 ]
 
 
