@@ -36,7 +36,8 @@ def clean_up(
         keep_checkpoints: newest of these MLflow runs whose checkpoints are kept too.
         trash_days: what anybody deleted in this MLflow leaves its database after this many days.
         cache_days: prepared targets, samples and downloads are removed this many days after their last use.
-        prompt_days: prompts sampled from request logs, and samples made of them, are removed after this many days.
+        prompt_days: prompts sampled from request logs are removed after this many days, and everything that was made of
+            them here: cached samples and answers, run folders, data sets in MLflow.
         log_mib: a larger log keeps its last part only, as NAME.1.
 
     Returns what was removed, in words. Raises ExceptionGroup, once all steps were tried, with the errors of those that
@@ -46,7 +47,7 @@ def clean_up(
         "prompt samples": remove_prompts(prompt_days, return_state=True),
         "data sets in MLflow": remove_datasets(prompt_days, return_state=True),
         "runs in MLflow": remove_tracked_runs(keep_tracked_runs, keep_checkpoints, return_state=True),
-        "run folders": remove_old_runs(keep_runs, unfinished_days, return_state=True),
+        "run folders": remove_old_runs(keep_runs, unfinished_days, prompt_days, return_state=True),
         "cached folders": remove_cache(cache_days, return_state=True),
         "shared-memory folders": sweep_shared_memory(return_state=True),
     }

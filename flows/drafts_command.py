@@ -44,7 +44,7 @@ def list_versions(name: Name = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infra.tracking.registry import list_drafts
+    from infra.tracking.registry import ACCEPTANCE, list_drafts
 
     table = Table()
     for column in ("draft", "version", "alias"):
@@ -56,7 +56,8 @@ def list_versions(name: Name = None) -> None:
         _reconcile(registered)
     for draft in list_drafts(tracking_uri(), name):
         tags = draft.tags
-        length = "" if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
+        # A text that is no number (any more) is shown as it is.
+        length = tags.get(ACCEPTANCE, "") if draft.acceptance_length is None else f"{draft.acceptance_length:.2f}"
         shown = (length, YES_NO.get(tags.get("beats_prompt_lookup", ""), ""), tags.get("run", ""))
         table.add_row(draft.name, str(draft.version), ", ".join(draft.aliases), *shown)
     if table.row_count:
@@ -118,6 +119,9 @@ def promote(version: Annotated[int, typer.Argument(min=1)], reason: Reason = "",
     from infra.tracking import registry
 
     draft = draft_in_service(_registered(name)).promote(version, by=user_name(), reason=reason)
+    if registry.CHAMPION not in draft.aliases:
+        print(f"{draft.name} version {version} is not champion: `draftsmith drafts history` says why", file=sys.stderr)
+        raise typer.Exit(1)
     replaced = draft.tags.get(registry.REPLACES)
     print(f"{draft.name} version {draft.version} is champion" + (f", replacing version {replaced}" if replaced else ""))
 
@@ -130,6 +134,9 @@ def rollback(reason: Reason = "", name: Name = None) -> None:
     draft = _registered(name)
     withdrawn = draft_in_service(draft).rollback(by=user_name(), reason=reason)
     now = champion(tracking_uri(), draft)
+    if now and now.version == withdrawn:
+        print(f"{draft} version {withdrawn} is still champion: `draftsmith drafts history` says why", file=sys.stderr)
+        raise typer.Exit(1)
     print(
         f"{draft} version {withdrawn} is withdrawn: "
         + (f"version {now.version} is champion again" if now else "no version serves")
@@ -190,8 +197,23 @@ def draft_in_service(draft: str, uri: str | None = None) -> "DraftInService":
 
 
 def _reconcile(name: str) -> None:
-    """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due."""
-    if waiting := draft_in_service(name).reconcile():
+    """Complete interrupted changes and those made in MLflow's page; name a smoke test that is still due, and what keeps
+    a change from being completed."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        waiting = draft_in_service(name).reconcile()
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return
+    except MlflowException as error:
+        if error.error_code != "PERMISSION_DENIED":
+            raise
+        print(
+            f"{name}: a change is to be completed, by somebody who may write it; you may only read it", file=sys.stderr
+        )
+        return
+    if waiting:
         print(
             f"{name} version {waiting.version} has not passed its smoke test yet: the deployment `reconcile` runs it, "
             f"`draftsmith drafts promote {waiting.version} --name {name}` does without",

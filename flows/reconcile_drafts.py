@@ -59,7 +59,7 @@ def _reconcile(uri: str, name: str) -> str | None:
         return None
     version = find_candidate(uri, name, waiting.version)
     # One folder for each change, however often its test is tried.
-    with open_run(recipe_of(uri, version, "reconcile"), f"reconcile-{waiting.id[:8]}") as opened:
+    with open_run(recipe_of(uri, version, "reconcile"), f"reconcile-{waiting.id[:8]}", create=True) as opened:
         prepare_target_of(opened, version)
         # Devices first, as promotions take them: the other order could wait for itself.
         with lease(opened, "inference") as (inference,), one_at_a_time(name):

@@ -28,4 +28,6 @@ def rollback(
     if version not in (None, champion.version):
         return f"version {version} of {draft} is not the champion (any more): version {champion.version} stays"
     now = withdraw(uri, champion, by, reason)
+    if now and now.version == champion.version:
+        return f"version {now.version} of {draft} still serves: `draftsmith drafts history` says why"
     return f"version {champion.version} of {draft} is withdrawn, {f'version {now.version}' if now else 'none'} serves"

@@ -76,7 +76,10 @@ def up(
     from infra.servers.stack import RESTARTS, start_everything
 
     if not Path("prefect.yaml").is_file():
-        raise Refusal(f"there is no prefect.yaml in {Path.cwd()}: run this in the project's folder")
+        raise Refusal(
+            f"there is no prefect.yaml in {Path.cwd()}: run this in a checkout of the project; `draftsmith ui` and "
+            "`draftsmith retrain RECIPE` need none"
+        )
     if background:
         _start_in_background(_folder("stack"), prefect_port, mlflow_port, take_over)
         return
@@ -137,10 +140,7 @@ def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]],
                 print("stopping", flush=True)
             (folder / "stop").unlink(missing_ok=True)
     except LockHeldError:
-        shown = _shown_addresses(folder)
-        raise Refusal(
-            f"it is up already: {shown}; stop it by Ctrl-C, or what `up` started by `draftsmith down`"
-        ) from None
+        raise _up_already(folder) from None
 
 
 def _prefect_elsewhere(url: str | None) -> str | None:
@@ -177,17 +177,22 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
     for option, port in (("--prefect-port", prefect_port), ("--mlflow-port", mlflow_port)):
         command += [option, str(port)] if port else []
     command += ["--take-over"] if take_over else []
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with hold(folder / "lock"):
+            pass
+    except LockHeldError:
+        raise _up_already(folder) from None
     log, addresses = folder / "up.log", folder / "addresses"
     before = addresses.stat().st_mtime_ns if addresses.is_file() else 0
-    with log.open("wb") as output:
+    with log.open("ab") as output:
+        earlier = output.tell()
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     deadline = time.monotonic() + START_S
     while not addresses.is_file() or addresses.stat().st_mtime_ns == before:
         if process.poll() is not None:
-            _, _, said = log.read_text().strip().rpartition("error: ")
+            said = log.read_bytes()[earlier:].decode(errors="replace").strip().rpartition("error: ")[2]
             raise Refusal(said)
         if time.monotonic() > deadline:
             raise Refusal(f"it is not up after {START_S:g} s: look at {log}")
@@ -214,11 +219,12 @@ def _where(prefect: str, mlflow: str) -> str:
     return f"Prefect  {prefect}\nMLflow   {mlflow}"
 
 
-def _shown_addresses(folder: Path) -> str:
+def _up_already(folder: Path) -> Refusal:
     try:
-        return ", ".join((folder / "addresses").read_text().splitlines())
+        shown = ", ".join((folder / "addresses").read_text().splitlines())
     except FileNotFoundError:
-        return "it is still starting"
+        shown = "it is still starting"
+    return Refusal(f"it is up already: {shown}; stop it by Ctrl-C, or what `up` started by `draftsmith down`")
 
 
 def _how_to_use(folder: Path) -> str:

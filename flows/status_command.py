@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infra.files.lines import last_object
-from infra.files.run_folder import RunFolder, newest_runs
+from infra.files.run_folder import RunFolder, newest_runs, no_run
 from infra.quantities import duration, plural
 from infra.redaction import redacted
 from infra.refusal import Refusal, first_line
@@ -73,7 +73,7 @@ def _page(folder: RunFolder, config: "RunConfig") -> "Table":
 
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # a path is broken, not cut
     try:
         for name, text in describe(folder, config):
             table.add_row(name, visible(redacted(text)))
@@ -92,15 +92,12 @@ def find_run(run: str | None) -> Path:
     if run is None:
         runs = newest_runs(runs_folder())
         if not runs:
-            raise Refusal(f"no runs in {runs_folder()}: start one with `draftsmith retrain recipes/quickstart.yaml`")
+            raise Refusal(f"no runs in {runs_folder()}: start one with `draftsmith retrain RECIPE`")
         return runs[0].path
     for folder in (Path(run).absolute(), runs_folder() / run):
         if os.path.isfile(folder / "config.json"):  # pathlib's raises for a name that no file can have
             return folder
-    raise Refusal(
-        f"no run {run:.200}: neither a run folder's path nor a name below {runs_folder()}; "
-        "`clean-up` removes old runs, whose reports are in MLflow"
-    )
+    raise no_run(run, runs_folder())
 
 
 def describe(folder: RunFolder, config: "RunConfig") -> Iterator[tuple[str, str]]:

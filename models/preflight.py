@@ -33,6 +33,7 @@ from models.capture.sglang.tap import open_tap, wanted_of
 from models.config.blocks import BlockConfig
 from models.config.division import check_division
 from models.config.recipe import RunConfig, read_config
+from models.config.rope import OF_TYPE
 from models.data.benchmark_prompts import BenchmarkPrompts, read_excluded_prompts
 from models.data.conversations import training_documents
 from models.data.dialogue import Dialogue, check_answerable
@@ -69,6 +70,7 @@ def check_settings(run: RunWithTarget) -> None:
     draft = _draft(config, target)
     place = Path(target.path)
     _check_axes(config, place)
+    _tell_of_scaling(config, place)
     _check_lengths(config, place)
     if own := draft.target_tensors(tensor_files(place)):
         OwnLayer.find(place, own)
@@ -131,11 +133,13 @@ def check_engine(run: RunWithTarget, speculates: bool) -> None:
             f"{release} serves no EAGLE-3 draft for the target's architecture {kind.name} (its class has no "
             "get_embed_and_head): set benchmark.served_concurrency=[] and benchmark.counted_by=reference"
         )
-    if speculates and isinstance(draft, BlockConfig) and not kind.captures_blocks:
+    if speculates and isinstance(draft, BlockConfig) and (not kind.captures_blocks or kind.scales_embeddings):
+        why = "its class has no set_dflash_layers_to_capture"
+        if kind.captures_blocks:
+            why = "its embedding scales rows, for the draft too, which is trained on unscaled ones"
         raise Refusal(
-            f"{release} serves no {draft.title} draft for the target's architecture {kind.name} (its class has no "
-            "set_dflash_layers_to_capture): set draft.method=eagle3, or benchmark.served_concurrency=[] and "
-            "benchmark.counted_by=reference"
+            f"{release} serves no {draft.title} draft for the target's architecture {kind.name} ({why}): set "
+            "draft.method=eagle3, or benchmark.served_concurrency=[] and benchmark.counted_by=reference"
         )
     if run.config.data.images is not None and not ImageProcessor(path).repeats_mark:
         raise Refusal(
@@ -227,6 +231,18 @@ def _check_axes(config: RunConfig, target: Path) -> None:
         raise Refusal(
             "draft.mrope_section: the target counts positions along one axis (its config.json has no mrope_section): "
             "leave it out"
+        )
+
+
+def _tell_of_scaling(config: RunConfig, target: Path) -> None:
+    """Print that the draft lacks its target's scaling of positions, of a kind that drafts do not have."""
+    rope = read_model_config(target).get_text_config().rope_parameters or {}
+    kind = rope.get("full_attention", rope).get("rope_type", "default")  # by layer type (Gemma 3)
+    if kind not in ("default", *OF_TYPE) and getattr(config.draft, "rope_scaling", kind) is None:
+        print(
+            f"the target scales positions by {kind}, which drafts do not have: this one's are not scaled, so texts "
+            "longer than the target's original context may be predicted worse; draft.rope_scaling sets another kind",
+            flush=True,
         )
 
 

@@ -4,5 +4,4 @@ set -eu
 python -c 'import fsspec; fs = fsspec.filesystem("s3"); fs.exists("draftsmith") or fs.mkdir("draftsmith")'
 cp /opt/draftsmith/prefect.yaml .
 [ -e recipes ] || cp -r /opt/draftsmith/recipes recipes
-export PWD     # prefect.yaml names it as the folder of runs
 exec python -m tasks.deployments .deployed

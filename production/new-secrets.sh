@@ -18,6 +18,7 @@ keep PREFECT_API_AUTH_STRING "draftsmith:$(random)"
 keep PREFECT_SERVER_API_AUTH_STRING "$(cat PREFECT_API_AUTH_STRING)"
 keep AWS_ACCESS_KEY_ID "$(random)"
 keep AWS_SECRET_ACCESS_KEY "$(random)"
+keep HF_TOKEN "${HF_TOKEN:-}"     # of the Hugging Face Hub, for gated targets; may stay empty
 keep s3.json "{\"identities\": [{\"name\": \"draftsmith\", \"credentials\": [{\"accessKey\": \"$(cat AWS_ACCESS_KEY_ID)\", \
 \"secretKey\": \"$(cat AWS_SECRET_ACCESS_KEY)\"}], \"actions\": [\"Admin\", \"Read\", \"Write\", \"List\", \"Tagging\"]}]}"
 echo "secrets in $PWD; Prefect's user and password: PREFECT_API_AUTH_STRING"

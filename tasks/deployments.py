@@ -17,8 +17,17 @@ from typing import Any, TypeVar
 from prefect.blocks.core import Block
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate, WorkPoolCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Scheduled
 from pydantic import Field
 
 from infra.processes.exit import run_main
@@ -141,7 +150,9 @@ def deploy(
         under_way = {"interrupted": before.model_dump(mode="json"), "by": platform.node(), "since": datetime.now(UTC)}
         record = record.keep(draft, **under_way)
         command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
-        process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks))
+        # prefect.yaml takes its working_dir from $PWD, which `make -C` and subprocess(cwd=...) leave as it was.
+        here = {"PWD": str(Path.cwd())}
+        process = start("prefect-deploy", command, Owner("deploy", folder / "logs", locks=locks), here)
         whole = False
         try:
             process.wait(DEPLOY_S)
@@ -181,6 +192,23 @@ def refuse_other_installation(folder: Path) -> None:
             "to another installation. Let each team have a Prefect workspace and an MLflow of its own; where the "
             "project has moved, take them over with `draftsmith up --take-over`"
         )
+
+
+def schedule_interrupted() -> list[str]:
+    """Schedule again what workers of prefect.yaml's pools were submitting when they ended; names of these flow runs.
+
+    A worker takes only Scheduled flow runs, and `recover` knows only those that had run. To be called while no worker
+    and no flow of these pools lives: it would be submitted twice.
+    """
+    of_our_pools = WorkPoolFilter(name=WorkPoolFilterName(any_=list(WORK_POOLS)))
+    submitting = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING])))
+    with get_client(sync_client=True) as client:
+        interrupted = all_pages(client.read_flow_runs, flow_run_filter=submitting, work_pool_filter=of_our_pools)
+        for flow_run in interrupted:
+            again = Scheduled(message="its worker ended while it submitted this flow run")
+            # By force, because Prefect's usual rules would let the state keep the concurrency lease that ends here.
+            client.set_flow_run_state(flow_run.id, again, force=True)
+    return [flow_run.name for flow_run in interrupted]
 
 
 def _ensure_pool(client: SyncPrefectClient, name: str) -> None:
@@ -291,10 +319,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--take-over", action="store_true", help="also from another installation")
+    parser.add_argument("--no-workers", action="store_true", help="none lives: schedule what they were submitting")
     options = parser.parse_args()
     if not options.take_over:
         refuse_other_installation(Path.cwd())
     deploy(options.folder)
+    if options.no_workers:
+        for name in schedule_interrupted():
+            print(f"{name} is scheduled again: its worker ended while it submitted it")
 
 
 if __name__ == "__main__":

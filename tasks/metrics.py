@@ -12,11 +12,14 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
+from infra.tracking.client import REGISTRY_ERRORS
 from tasks.overview import DraftRow, page_of, read_drafts
 
 KEEP_S = 30.0
-"""How long one reading of registry, traffic and runs is told."""
+"""How long one reading of registry, traffic and runs is told, or that it failed."""
+WAIT_S = 8.0
+"""How long a scrape waits for a reading that another one began. Prometheus gives up after ten seconds by default."""
 PREFIX = "draftsmith_draft_"
 GAUGES: dict[str, tuple[str, Callable[[DraftRow], float | None]]] = {
     "champion_version": ("Version in service by the registry", lambda row: row.champion),
@@ -59,16 +62,29 @@ class DraftCollector(Collector):
         return []
 
 
-def kept(rows: Rows, keep_s: float = KEEP_S) -> Rows:
-    """The same, read again only when it is older; one reading at a time."""
-    lock, last = threading.Lock(), (float("-inf"), list[DraftRow]())
+def kept(rows: Rows, keep_s: float = KEEP_S, wait_s: float = WAIT_S) -> Rows:
+    """The same, read again only when it is older; one reading at a time.
+
+    Raises Refusal where the reading failed, and where another one has not ended within `wait_s` seconds.
+    """
+    lock, last, why = threading.Lock(), (float("-inf"), list[DraftRow]()), ""
 
     def read() -> Sequence[DraftRow]:
-        nonlocal last
-        with lock:
+        nonlocal last, why
+        if not lock.acquire(timeout=wait_s):
+            raise Refusal("the registry is still being read: look whether MLflow and Prefect answer")
+        try:
             if time.monotonic() - last[0] > keep_s:
-                last = (time.monotonic(), list(rows()))
+                try:
+                    found, why = list(rows()), ""
+                except (*REGISTRY_ERRORS, ValueError) as error:
+                    found, why = [], f"the registry cannot be read ({first_line(error)}): look whether MLflow answers"
+                last = (time.monotonic(), found)
+            if why:
+                raise Refusal(why)
             return last[1]
+        finally:
+            lock.release()
 
     return read
 
@@ -92,11 +108,19 @@ def serving_metrics(host: str, port: int, rows: Rows = read_drafts) -> Iterator[
     metrics = make_wsgi_app(registry)
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if request["PATH_INFO"] == "/metrics":
-            return metrics(request, start_response)
-        known = request["PATH_INFO"] == "/"
-        start_response("200 OK" if known else "404 Not Found", [("Content-Type", "text/html; charset=utf-8")])
-        return [page_of(read()).encode() if known else b"/ or /metrics"]
+        text = [("Content-Type", "text/plain; charset=utf-8")]
+        try:
+            if request["PATH_INFO"] == "/metrics":
+                return metrics(request, start_response)
+            if request["PATH_INFO"] != "/":
+                start_response("404 Not Found", text)
+                return [b"/ or /metrics"]
+            page = page_of(read())
+        except Refusal as refusal:
+            start_response("503 Service Unavailable", text)
+            return [str(refusal).encode()]
+        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
+        return [page.encode()]
 
     try:
         server = make_server(host, port, answer, _Server, _Quiet)

@@ -34,6 +34,7 @@ from infra.tracking.registry import (
     PromotionDecision,
     history,
     list_drafts,
+    number_in,
 )
 from tasks.drift import traffic_store, watch_folders
 from tasks.side_effects import draft_tag, side_effect
@@ -161,9 +162,9 @@ def row_of(
         goodput=champion.tags.get(GOODPUT, "") if champion else "",
         wanted=[*_versions_wanted(versions, decisions), *_servers_wanted(traffic, champion), *_runs_wanted(runs or {})],
         champion=champion.version if champion else None,
-        gpu_hours=sum(float(one.tags.get(GPU_HOURS, 0)) for one in versions),
+        gpu_hours=sum(number_in(one.tags, GPU_HOURS) or 0.0 for one in versions),
         gpu_busy=_busy(versions),
-        cost=sum(float(one.tags.get(COST, 0)) for one in versions),
+        cost=sum(number_in(one.tags, COST) or 0.0 for one in versions),
         servers=Counter(str(state.version or "unknown") for state in traffic.servers.values()),
         alarms=sum(len(series.announced) for series in own),
         retrained_at=last.start_time.timestamp() if last and last.start_time else None,
@@ -179,7 +180,8 @@ def _serves(champion: RegisteredDraft | None, decisions: Sequence[PromotionDecis
 
 
 def _busy(versions: Sequence[RegisteredDraft]) -> float | None:
-    measured = [(float(one.tags[GPU_HOURS]), float(one.tags[GPU_BUSY])) for one in versions if GPU_BUSY in one.tags]
+    read = [(number_in(one.tags, GPU_HOURS), number_in(one.tags, GPU_BUSY)) for one in versions]
+    measured = [(held, share) for held, share in read if held is not None and share is not None]
     hours = sum(held for held, _ in measured)
     return sum(held * share for held, share in measured) / hours if hours else None
 

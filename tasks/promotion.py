@@ -269,7 +269,9 @@ def question(candidate: RegisteredDraft, champion: RegisteredDraft | None) -> st
         [
             {
                 "": f"version {draft.version}, {role}",
-                "acceptance length": f"{draft.acceptance_length:.3f}" if draft.acceptance_length else "not measured",
+                "acceptance length": f"{draft.acceptance_length:.3f}"
+                if draft.acceptance_length
+                else draft.tags.get(registry.ACCEPTANCE, "not measured"),
                 "gate": draft.tags.get(registry.GATE, ""),
             }
             for role, draft in drafts.items()

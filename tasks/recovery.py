@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -62,6 +63,9 @@ RESTART = "restart-"
 """Begins the tag of a flow run that was started again; the number of the restart follows."""
 ENDING_S = 15.0
 """A flow releases its run shortly before the server hears how it ended."""
+SUBMISSION = timedelta(minutes=10)
+"""A flow run that is longer in one state of its submission has lost its worker. A shorter one may be another attempt,
+as `draftsmith up` makes. prefect.yaml waits longer, because clocks may differ."""
 POLL_S = 1.0
 UNFINISHED = (StateType.RUNNING, StateType.PENDING, StateType.CANCELLING)
 
@@ -91,6 +95,9 @@ def look_at(flow_run: str) -> DeadRun | None:
         state = found.state_type
         if state != StateType.CRASHED and state not in UNFINISHED:
             get_run_logger().info("%s has ended as %s: nothing to do", found.name, found.state_name)
+            return None
+        if found.state and state == StateType.PENDING and datetime.now(UTC) - found.state.timestamp < SUBMISSION:
+            get_run_logger().info("%s is being submitted: it is left alone", found.name)
             return None
         if dead.folder is None:
             _refuse_elsewhere(found)

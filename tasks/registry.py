@@ -1,5 +1,6 @@
 """Tracks a run in MLflow and registers its draft with figures and evidence."""
 
+import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from uuid import UUID
@@ -19,15 +20,17 @@ from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCo
 from infra.records.benchmark_text import key, shown_lookaheads, sources
 from infra.records.data_path import SamplesRecord, TargetRecord, TrainingResult
 from infra.records.drafts import CapturePrecision, ExportRecord
-from infra.refusal import Refusal
+from infra.refusal import Refusal, first_line
 from infra.run.device_time import DeviceTime, device_time
 from infra.settings import runs_folder
 from infra.tracking import registry
-from infra.tracking.client import NOTE
+from infra.tracking.client import NOTE, REGISTRY_ERRORS
 from infra.tracking.datasets import evaluation_set, log_samples, log_suites
 from infra.tracking.permissions import check_writable
 from infra.tracking.retention import note_experiment
 from infra.tracking.runs import (
+    FOLDER,
+    HOST,
     TrackedRun,
     end_run,
     log_benchmark,
@@ -36,6 +39,7 @@ from infra.tracking.runs import (
     log_folder,
     log_new_metrics,
     logged_checkpoints,
+    restore,
     start_run,
 )
 from infra.user import user_name
@@ -222,8 +226,17 @@ def tracked(run: OpenRun) -> Iterator[TrackedRun]:
     """The MLflow run of this run; it ends as FINISHED, FAILED, or (interrupted, cancelled) KILLED."""
     with ExitStack() as stack:
         tracking = open_tracking(run)
-        stack.push(lambda kind, *_: end_run(tracking, _status(kind)))
+        stack.push(lambda kind, *_: _end(tracking, _status(kind)))
         yield tracking
+
+
+def _end(tracking: TrackedRun, status: str) -> None:
+    """An MLflow that is away makes no failure of a finished run, and hides no error."""
+    try:
+        end_run(tracking, status)
+    except REGISTRY_ERRORS as error:
+        why = f"MLflow run {tracking.run_id} could not be ended as {status}"
+        get_run_logger().warning("%s, and stays RUNNING: %s", why, first_line(error))
 
 
 def _status(kind: type[BaseException] | None) -> str:
@@ -243,6 +256,8 @@ def open_tracking(run: OpenRun) -> TrackedRun:
         "target": run.config.target.name,
         "git_sha": git_sha(),
         "hardware": hardware(),
+        HOST: platform.node(),
+        FOLDER: str(run.folder.path.absolute()),
         **versions(),
         "mlflow.user": user_name(),
         "mlflow.source.name": f"draftsmith retrain {run.folder.name}",
@@ -274,6 +289,7 @@ def track_samples(run: OpenRun, tracking: TrackedRun, samples: SamplesRecord) ->
 @side_effect("track training")
 def track_training(run: OpenRun, tracking: TrackedRun) -> None:
     """Log the metrics that are still missing, and every committed checkpoint as a logged model."""
+    restore(tracking)  # what follows would fail, hours after a person deleted it
     log_new_metrics(run.tracking_record, run.folder.metrics)
     logged = logged_checkpoints(tracking)
     with run.open_ledger() as ledger:

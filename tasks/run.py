@@ -1,5 +1,6 @@
 """Opens a run: its folder, its locks, its place in shared memory."""
 
+import os
 import platform
 import secrets
 import time
@@ -18,7 +19,7 @@ from prefect.runtime import flow_run as this_flow_run
 
 from infra.files.atomic import write_atomically
 from infra.files.folders import make_folder, private_mode
-from infra.files.run_folder import RunFolder
+from infra.files.run_folder import RunFolder, no_run
 from infra.ledger.ledger import Ledger
 from infra.processes.process import Owner
 from infra.redaction import redacted
@@ -29,7 +30,7 @@ from infra.settings import prefect_is_private, runs_folder, tracking_uri
 from models.config.recipe import RunConfig, read_config, without_placement
 
 FLOW_RUN = "flow_run"
-"""File in the run folder: id of the flow run that made it."""
+"""File in the run folder: ids of the flow runs that ran it, one a line, the last one last."""
 HOST_LABEL, RUNS_LABEL = "draftsmith.host", "draftsmith.runs"
 """Labels of a flow run: where it keeps its run."""
 
@@ -81,14 +82,21 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(config: RunConfig, name: str | None) -> Iterator[OpenRun]:
+def open_run(config: RunConfig, name: str | None, create: bool = False) -> Iterator[OpenRun]:
     """Own the run `name` (a new one where None): nobody else runs it, and nothing of it outlives this process.
 
-    Raises Refusal where another process owns it, or where the folder belongs to another configuration.
+    `create`: whether a run of this name is made where there is none.
+
+    Raises Refusal where there is no run of this name, where another process owns it, or where the folder belongs to
+    another configuration.
     """
     _label_flow_run()
     folder = run_named(name) if name else _folder_of_this_flow_run(config)
-    with own_run(folder, config.transport, get_run_logger().info) as owner:
+    if name and not create and not os.path.isfile(folder.config):  # pathlib's raises for a name that no file can have
+        raise no_run(name, runs_folder())
+    # Prefect's Suspend acts at the end of a step: until then Resume starts a second process beside the first.
+    wait_s = config.pools.wait_hours * 3600 if this_flow_run.get_id() in _flow_runs(folder)[-1:] else 0.0
+    with own_run(folder, config.transport, get_run_logger().info, wait_s) as owner:
         _remember(config, folder)
         folder.failure.unlink(missing_ok=True)
         end_leases(folder)
@@ -138,10 +146,18 @@ def folder_of_flow_run(flow_run: str, name: str | None) -> RunFolder | None:
         folder = run_named(name)
         return folder if folder.path.is_dir() else None
     for note in runs_folder().glob(f"[!.]*/{FLOW_RUN}"):
-        with suppress(FileNotFoundError, PermissionError):  # a run that is removed meanwhile, or another user's
-            if note.read_text() == flow_run:
-                return RunFolder(note.parent)
+        with suppress(PermissionError):  # another user's
+            if flow_run in _flow_runs(folder := RunFolder(note.parent)):
+                return folder
     return None
+
+
+def _flow_runs(folder: RunFolder) -> list[str]:
+    """Ids of the flow runs that ran the run, the last one last."""
+    try:
+        return (folder.path / FLOW_RUN).read_text().split()
+    except FileNotFoundError:  # it is new, or removed meanwhile
+        return []
 
 
 def _new_folder(config: RunConfig, flow_run: str) -> Path:
@@ -167,3 +183,6 @@ def _remember(config: RunConfig, folder: RunFolder) -> None:
         if without_placement(before) != without_placement(config):
             raise Refusal(f"{folder.path} belongs to another configuration: resume it as it is, or start a new run")
     write_atomically(folder.config, config)
+    flow_run, earlier = this_flow_run.get_id(), _flow_runs(folder)
+    if flow_run and flow_run not in earlier[-1:]:
+        write_atomically(folder.path / FLOW_RUN, "\n".join([*(one for one in earlier if one != flow_run), flow_run]))

@@ -1,34 +1,27 @@
 """Starts store, generators and trainer, follows the training, and exports the draft."""
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from httpx import HTTPError
-from mlflow.exceptions import MlflowException
 from prefect import get_run_logger
-from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
 from infra.data_plane.bottleneck import Elasticity
 from infra.data_plane.elastic_generators import ElasticGenerators
 from infra.data_plane.start import start_generator, start_trainer
 from infra.data_plane.watch import RunWatch, check_quarantined
-from infra.files.lines import last_object
 from infra.network.ports import machine_address
 from infra.pools.base import Pool
 from infra.processes.keep_running import Generators, KeptProcess, follow
 from infra.records.data_path import TrainingResult
 from infra.records.drafts import ExportRecord
 from infra.settings import shared_memory_folder
-from infra.tracking.runs import log_new_metrics
 from infra.transport.choice import objects_folder
 from infra.transport.mooncake.store import start_store
 from tasks.pools import on_cpu, run_main, single_pools, span_of
 from tasks.run import OpenRun
-from tasks.side_effects import artifact_key, side_effect
-
-TRACKING_S = 15.0
+from tasks.side_effects import side_effect
+from tasks.training_shown import ShownTraining
 
 
 @side_effect("train", retries=0)
@@ -48,43 +41,11 @@ def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequ
     machines, address = run.config.pools.training_machines, machine_address(run.config.transport.address)
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads, machines, address)
     with closing(trainer), run.open_ledger() as ledger:
-        max_quarantined, shown = run.config.ledger.max_quarantined, _Shown(run)
+        max_quarantined, shown = run.config.ledger.max_quarantined, ShownTraining(run)
         checks = [RunWatch(ledger, 2 * run.config.stall_s, max_quarantined).check, shown.catch_up]
         follow(trainer, generators, logger.info, logger.warning, checks, store)
         check_quarantined(ledger, max_quarantined)  # a short run ends before anybody has looked
-        shown.catch_up(at_once=True)
-
-
-class _Shown:
-    """What others see of a training on its way: a progress bar in Prefect, curves in MLflow.
-
-    Both are a convenience: a server that is away must not cost the training.
-    """
-
-    def __init__(self, run: OpenRun):
-        self._run, self._looked, self._bar = run, 0.0, None
-
-    def catch_up(self, at_once: bool = False) -> None:
-        if not at_once and time.monotonic() - self._looked < TRACKING_S:
-            return
-        self._looked = time.monotonic()
-        metrics = self._run.folder.metrics
-        try:
-            self._advance(metrics)
-            log_new_metrics(self._run.tracking_record, metrics)
-        except (MlflowException, HTTPError) as error:
-            get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
-
-    def _advance(self, metrics: Path) -> None:
-        last = last_object(metrics) or {"step": 0, "total_steps": 1}
-        percent = 100.0 * last["step"] / last["total_steps"]
-        if self._bar is None:
-            description = f"Optimizer steps of {self._run.folder.name}"
-            self._bar = create_progress_artifact(
-                percent, key=artifact_key("training-progress", self._run.config.name), description=description
-            )
-        else:
-            update_progress_artifact(self._bar, percent)  # pyright: ignore[reportArgumentType]
+        shown.finish()
 
 
 @side_effect("start generators", retries=0)

@@ -28,7 +28,10 @@ def find_champion(uri: str | None, draft: str) -> RegisteredDraft:
 
 @side_effect("read recipe")
 def recipe_of(uri: str | None, draft: RegisteredDraft, purpose: str) -> RunConfig:
-    """The recipe of a version, for a run that captures and trains nothing."""
+    """The recipe of a version, for a run that captures and trains nothing.
+
+    It is run as MLflow says, whoever wrote it there: docs/operate.md, "Who may write to MLflow".
+    """
     uri = uri or tracking_uri()
     try:
         config = RunConfig.model_validate_json(registry.read_artifact(uri, draft, registry.CONFIG))

@@ -126,7 +126,7 @@ def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     assert identity["credentials"] == [
         {"accessKey": found["AWS_ACCESS_KEY_ID"], "secretKey": found["AWS_SECRET_ACCESS_KEY"]}
     ]
-    assert len({*found.values()}) == len(found) - 2, "of seven secrets two stand in two files"
+    assert len({*found.values()}) == len(found) - 2, "two secrets stand in two files each"
 
 
 def test_files_of_secrets_become_variables(tmp_path: Path) -> None:

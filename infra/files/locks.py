@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.files.folders import make_folder, private_mode
+from infra.refusal import Refusal
 
 POLL_S = 0.1
 SWEEP_S = 2.0
@@ -151,9 +152,11 @@ def own_folder(folder: Path) -> Iterator[Lock]:
     """Make `folder`, hold the lock inside it, and remove it at the end.
 
     It appears with its lock already held, so that a sweep never sees it unowned, and other users may not enter it.
-    Raises LockHeldError when it is somebody else's; what a dead owner left under the name is removed first.
+    Raises LockHeldError when another process holds it, and Refusal for a link, or a folder of another user outside of
+    folders that a group shares (`chmod g+s`). What a dead owner left under the name is removed first.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _check_place(folder)
     if not _remove_if_free(folder, SWEEP_S):
         raise LockHeldError(str(folder))
     aside = folder.with_name(f".new-{os.getpid()}-{folder.name}")
@@ -170,6 +173,17 @@ def own_folder(folder: Path) -> Iterator[Lock]:
             yield Lock(folder / "lock", lock.descriptor)
         finally:
             _remove(folder)
+
+
+def _check_place(folder: Path) -> None:
+    with suppress(FileNotFoundError):
+        found = folder.lstat()
+        is_folder, shared = stat.S_ISDIR(found.st_mode), folder.parent.stat().st_mode & stat.S_ISGID
+        if not is_folder or (found.st_uid != os.getuid() and not shared):
+            raise Refusal(
+                f"{folder} is a {'folder' if is_folder else 'link or a file'} of user {found.st_uid}, where this run's "
+                "data should be: have it removed, or set $DRAFTSMITH_SHM to another folder in memory"
+            )
 
 
 def sweep(parent: Path, pattern: str = "draftsmith-*") -> list[Path]:

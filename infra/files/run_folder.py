@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.refusal import Refusal
+
 CHECKPOINT = re.compile(r"step-(\d+)-(\d+)")
 """Name of a checkpoint's folder: its step, and the incarnation of the trainer that wrote it."""
 
@@ -109,6 +111,14 @@ class RunFolder:
             (match, path) for path in self.checkpoints.glob("step-*") if (match := CHECKPOINT.fullmatch(path.name))
         ]
         return [path for _, path in sorted(found, key=lambda pair: tuple(map(int, pair[0].groups())))]
+
+
+def no_run(run: str, runs: Path) -> Refusal:
+    """The refusal of a run that is not among these."""
+    return Refusal(
+        f"no run {run:.200}: neither a run folder's path nor a name below {runs}; "
+        "`clean-up` removes old runs, whose reports are in MLflow"
+    )
 
 
 def newest_runs(runs: Path) -> list[RunFolder]:

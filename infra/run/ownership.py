@@ -8,6 +8,7 @@ from infra.files.locks import Lock, LockHeldError, hold, own_folder, sweep
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import set_aside_if_damaged
 from infra.processes.process import Owner
+from infra.quantities import duration
 from infra.records.sharing import alternates
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
@@ -20,14 +21,22 @@ LOOK_S = 1.0
 
 
 @contextmanager
-def hold_run(folder: RunFolder, say: Callable[[str], None]) -> Iterator[Lock]:
+def hold_run(folder: RunFolder, say: Callable[[str], None], wait_s: float = 0.0) -> Iterator[Lock]:
     """Hold the run's locks, so that nobody else runs it, and set a damaged ledger aside.
+
+    `wait_s`: how long to wait for a process that owns the run.
 
     Yields the lock that supervisors inherit. Raises Refusal where another process owns the run.
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
+            try:
+                stack.enter_context(hold(folder.run_lock, wait_s=LOOK_S))
+            except LockHeldError:
+                if not wait_s:
+                    raise
+                say(f"another process still runs {folder.name}: waiting until it ends, {duration(wait_s)} at most")
+                stack.enter_context(hold(folder.run_lock, wait_s=wait_s))
             # The supervisors of a killed owner hold this one until they have stopped its processes.
             processes = stack.enter_context(hold(folder.processes_lock, wait_s=LAST_PROCESSES_S))
         except LockHeldError as error:
@@ -42,13 +51,17 @@ def _owned_elsewhere(folder: RunFolder, error: LockHeldError) -> Refusal:
 
 
 @contextmanager
-def own_run(folder: RunFolder, transport: TransportConfig, say: Callable[[str], None]) -> Iterator[Owner]:
+def own_run(
+    folder: RunFolder, transport: TransportConfig, say: Callable[[str], None], wait_s: float = 0.0
+) -> Iterator[Owner]:
     """Hold the run's locks and its place in shared memory, and remove what dead runs left there.
+
+    `wait_s`: how long to wait for a process that owns the run.
 
     Raises Refusal where another process owns the run.
     """
     with ExitStack() as stack:
-        locks = [stack.enter_context(hold_run(folder, say))]
+        locks = [stack.enter_context(hold_run(folder, say, wait_s))]
         try:
             for gone in sweep(shared_memory_folder()):
                 say(f"removed {gone}, whose owner is gone")

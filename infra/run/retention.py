@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.files.locks import LockHeldError, hold
+from infra.files.private import MARK
 from infra.files.run_folder import RunFolder, newest_runs
 from infra.ledger.ledger import Ledger
 from infra.refusal import Refusal
@@ -24,9 +25,10 @@ CACHE_FOLDERS = ("targets", "samples", "sources")
 COPY_BYTES = 2**20
 
 
-def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
-    """Finished runs except the newest `keep` of each recipe, unfinished ones unchanged for `unfinished_days`, and those
-    that learned from users longer ago than their recipes' `generator.live.retention_days`.
+def old_runs(runs: Path, keep: int, unfinished_days: float, prompt_days: float) -> list[RunFolder]:
+    """Finished runs except the newest `keep` of each recipe, unfinished ones unchanged for `unfinished_days`, those
+    whose prompts were sampled from request logs longer ago than `prompt_days`, and those that learned from users longer
+    ago than their recipes' `generator.live.retention_days`.
 
     Runs of other users that cannot be removed are named and passed over.
     """
@@ -37,7 +39,7 @@ def old_runs(runs: Path, keep: int, unfinished_days: float) -> list[RunFolder]:
             continue
         recipe = _recipe_of(folder)
         live = recipe.get("generator", {}).get("live")
-        if live and _is_older(folder.live, live["retention_days"]):
+        if _is_older(folder.path / MARK, prompt_days) or (live and _is_older(folder.live, live["retention_days"])):
             old.append(folder)
         elif is_finished(folder):
             finished[str(recipe.get("name"))].append(folder)
@@ -104,15 +106,33 @@ def remove(folder: RunFolder) -> bool:
 
 
 def remove_all(folders: Iterable[RunFolder]) -> tuple[list[str], list[str]]:
-    """Remove runs; the names of those that went, and why others stay whose shared ledger cannot be written."""
+    """Remove runs; the names of those that went, and why others stay whose shared ledger cannot be written.
+
+    What was told of a run before is printed and not returned: a ledger of another version never changes by itself.
+    """
     gone, errors = list[str](), list[str]()
     for folder in folders:
         try:
             if remove(folder):
                 gone.append(folder.name)
         except (Refusal, SQLAlchemyError) as error:
-            errors.append(f"run {folder.name} stays, because its rows cannot be removed: {error}")
+            why = f"run {folder.name} stays, because its rows cannot be removed: {error}"
+            if _is_news(folder, why):
+                errors.append(why)
+            else:
+                print(why, flush=True)
     return gone, errors
+
+
+def _is_news(folder: RunFolder, why: str) -> bool:
+    """Whether this was not told of the run before; from now on it was."""
+    note, age = folder.path / "stays.txt", folder.path.stat()
+    if note.is_file() and note.read_text() == why:
+        return False
+    note.write_text(why)
+    for path in (note, folder.path):  # the run is as old as before
+        os.utime(path, ns=(age.st_atime_ns, age.st_mtime_ns))
+    return True
 
 
 def remove_rest(runs: Path) -> None:
@@ -127,16 +147,8 @@ def remove_unused_cache(cache: Path, days: float) -> list[Path]:
     removed = []
     for kind in CACHE_FOLDERS:
         for folder in cache.glob(f"{kind}/[!.]*"):
-            try:
-                # The lock under which the folder is built: nobody can find it half-removed.
-                with FileLock(folder.with_name(f".{folder.name}.lock"), timeout=0):
-                    if _is_older(folder, days):
-                        aside = folder.with_name(f".{folder.name}.removed")
-                        folder.rename(aside)
-                        removed.append(folder)
-                        shutil.rmtree(aside)
-            except Timeout:
-                continue
+            if _remove_cached(folder, folder, days):
+                removed.append(folder)
         for aside in cache.glob(f"{kind}/.*.removed"):  # an interrupted removal
             shutil.rmtree(aside)
         for parts in cache.glob(f"{kind}/.*.parts"):  # of a preparation that nobody finished
@@ -145,9 +157,37 @@ def remove_unused_cache(cache: Path, days: float) -> list[Path]:
     return removed + _remove_files(cache.glob("regenerated/*.jsonl"), days)
 
 
-def remove_old_prompts(drift: Path, days: float) -> list[Path]:
-    """Remove prompt samples of request logs older than `days`; return them. The retraining that used one is over."""
-    return _remove_files(drift.glob("*/prompts-*.jsonl"), days)
+def _remove_cached(folder: Path, dated: Path, days: float) -> bool:
+    """Remove a folder of the cache if `dated` is older than `days`, unless somebody builds it; whether it is gone."""
+    # `.NAME.building` and `.NAME.parts` are built under the same lock as NAME.
+    name = folder.name[1:].rpartition(".")[0] if folder.name.startswith(".") else folder.name
+    try:
+        # The lock under which the folder is built: nobody can find it half-removed.
+        with FileLock(folder.with_name(f".{name}.lock"), timeout=0):
+            if not _is_older(dated, days):
+                return False
+            aside = folder.with_name(f".{folder.name}.removed")
+            folder.rename(aside)
+            shutil.rmtree(aside)
+    except Timeout:
+        return False
+    return True
+
+
+def remove_old_prompts(drift: Path, cache: Path, days: float) -> list[Path]:
+    """Remove prompts that were sampled from request logs longer ago than `days`, and what of the cache was made of
+    them; return it. The retraining that used them is over."""
+    removed = _remove_files(drift.glob("*/prompts-*.jsonl"), days)
+    removed += [mark.parent for mark in cache.glob(f"*/*/{MARK}") if _remove_cached(mark.parent, mark, days)]
+    for mark in cache.glob(f"regenerated/*.{MARK}"):
+        if not (_is_older(mark, days) and _is_removable(mark)):
+            continue
+        with suppress(LockHeldError), hold(mark.with_suffix(".lock")):
+            # The mark goes last: an interrupted removal is finished by the next one.
+            for file in sorted(mark.parent.glob(f"{mark.stem}.*"), key=lambda file: file == mark):
+                file.unlink(missing_ok=True)
+            removed.append(mark.with_suffix(".jsonl"))
+    return removed
 
 
 def bound_logs(logs: Iterable[Path], most_bytes: int) -> list[Path]:

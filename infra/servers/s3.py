@@ -17,6 +17,7 @@ from infra.processes.process import Owner, Process, start
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.local import ANSWER_S, GRACE_S, START_S, wait_for_answer
+from infra.servers.s3_security import write_security
 
 VOLUME_MIB = 1024
 PARTS = ("master", "volume", "filer", "s3")
@@ -66,13 +67,15 @@ class S3Server:
 
     def launch(self) -> Process:
         """`start` without the wait."""
+        write_security(self.folder)
         self.process = start("s3", self._command(), self._owner, grace_s=GRACE_S)
         return self.process
 
     def _command(self) -> list[str]:
         data = self.folder / "data"
         data.mkdir(parents=True, exist_ok=True)
-        command = [self._program, "server", f"-dir={data}", f"-ip={HOST}", f"-ip.bind={HOST}", "-filer", "-s3"]
+        command = [self._program, f"-config_dir={self.folder}", "server", f"-dir={data}"]
+        command += [f"-ip={HOST}", f"-ip.bind={HOST}", "-filer", "-s3"]
         for part in PARTS:
             http, grpc = self.access.ports[part], self.access.ports[f"{part}-grpc"]
             command += [f"-{part}.port={http}", f"-{part}.port.grpc={grpc}"]

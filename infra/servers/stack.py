@@ -158,8 +158,11 @@ def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Pr
 
 
 def _deploy(owner: Owner, folder: Path, environment: Mapping[str, str], take_over: bool) -> None:
-    """Work pools and deployments of prefect.yaml; what the operator changed of them stays."""
-    command = module("tasks.deployments", folder, *(["--take-over"] if take_over else []))
+    """Work pools and deployments of prefect.yaml; what the operator changed of them stays.
+
+    No worker of the stack lives yet: flow runs that were being submitted when it ended are scheduled again.
+    """
+    command = module("tasks.deployments", folder, "--no-workers", *(["--take-over"] if take_over else []))
     process = start("prefect-deploy", command, owner, environment)
     try:
         process.wait(DEPLOY_S)

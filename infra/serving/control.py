@@ -175,8 +175,11 @@ class RestartedServer:
         write_atomically(self._file, _variables(arguments))
 
     def start(self, arguments: Sequence[str]) -> None:
-        if any(" " in argument for argument in arguments):
-            raise Refusal(f"{self._file}: arguments with spaces cannot be told apart there: choose another `folder`")
+        if any(" " in argument or not argument.isprintable() for argument in arguments):  # no new line is printable
+            raise Refusal(
+                f"{self._file}: arguments with spaces or line breaks cannot be told apart there: choose another "
+                "`folder`, and `arguments` without them"
+            )
         write_atomically(self._file, _variables(arguments))
         self._log.parent.mkdir(parents=True, exist_ok=True)
         try:

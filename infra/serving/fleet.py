@@ -15,12 +15,15 @@ from infra.refusal import Refusal
 from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, ServerControl, control_of
+from infra.serving.failures import ReportFailure, read_failure
 from infra.serving.rollout import Condition, RolloutState, SeenServer, in_words
 from infra.serving.servers import ServerClient, ServerReport, version_of
 from infra.serving.versions import VersionFolder
 
 BACKOFF_S, MOST_BACKOFF_S = 5.0, 300.0
 """Before a server is started again that failed to start: doubled each time."""
+MOST_POLLS = 5
+"""Counted between two looks at most: a clock may jump, and a machine may sleep."""
 FOREIGN_SERVER = "a server that serve-follow did not start answers there"
 
 
@@ -55,8 +58,11 @@ class Fleet:
         """The same when this process had the server started."""
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when its traffic was asked for last."""
-        self._told: set[str] = set()
-        """Servers that this process has told to stop."""
+        self._told: dict[str, float] = {}
+        """When this process told a server to stop, by address."""
+        self._looked = time.monotonic()
+        self.watched_s = 0.0
+        """Seconds between the last two looks."""
 
     def check_free(self) -> None:
         """Raise Refusal where a server answers that we would have to start, and did not."""
@@ -67,11 +73,14 @@ class Fleet:
                     "`command`"
                 )
 
-    def look(self, state: RolloutState, now: float) -> list[LookedAt]:
+    def look(self, state: RolloutState) -> list[LookedAt]:
         """All servers, asked at the same time."""
+        before, self._looked = self._looked, time.monotonic()
+        self.watched_s = min(self._looked - before, MOST_POLLS * self._config.poll_s)
         with ThreadPoolExecutor(len(self.urls)) as threads:
             reports = list(threads.map(self._report, self.urls))
-        return [self._seen(url, report, state, now) for url, report in zip(self.urls, reports, strict=True)]
+        healthy = sum(isinstance(report, ServerReport) for report in reports)
+        return [self._seen(url, report, state, healthy) for url, report in zip(self.urls, reports, strict=True)]
 
     def traffic_since(self, looks: Sequence[LookedAt]) -> dict[str, StepGroup]:
         """What healthy servers have counted since this was asked last, by address."""
@@ -85,50 +94,56 @@ class Fleet:
                     found[url] = StepGroup(tokens=max(0, increase.tokens), steps=increase.steps)
         return found
 
-    def _report(self, url: str) -> ServerReport | Refusal | None:
+    def _report(self, url: str) -> ServerReport | Refusal | ReportFailure:
         try:
             return self.clients[url].report()
-        except (httpx.HTTPError, json.JSONDecodeError):  # away, or something else answers there
-            return None
+        except (httpx.HTTPError, json.JSONDecodeError) as error:
+            return read_failure(error, url)
         except Refusal as refusal:
             return refusal
 
-    def _seen(self, url: str, report: ServerReport | Refusal | None, state: RolloutState, now: float) -> LookedAt:
+    def _seen(
+        self, url: str, report: ServerReport | Refusal | ReportFailure, state: RolloutState, healthy: int
+    ) -> LookedAt:
+        """`healthy`: how many servers gave a report."""
         age = self.controls[url].age()
         if url in state.stopped and age is not None:
-            self._drain(url, now - state.stopped[url])
+            self._drain(url)
             return LookedAt(SeenServer(url, "draining"), None)
-        foreign = report is not None and age is None and isinstance(self.controls[url], OwnServer)
+        gone = age is None and isinstance(self.controls[url], OwnServer)
+        foreign = gone and not isinstance(report, ReportFailure)
         if foreign and url not in self._foreign:
             self._say(f"{url}: {FOREIGN_SERVER}: stop it, and the follower starts its own")
         self._foreign = self._foreign | {url} if foreign else self._foreign - {url}
         if foreign:
             return LookedAt(SeenServer(url, "waiting"), None)
-        if isinstance(report, Refusal):  # it serves its users, so it is left alone
-            self._complain(url, str(report))
+        unreachable = isinstance(report, ReportFailure) and report.kind == "unreachable" and not gone
+        if isinstance(report, Refusal) or unreachable:  # it may well serve its users, so it is left alone
+            self._complain(url, report.words if isinstance(report, ReportFailure) else str(report))
             self._unhealthy.pop(url, None)
             return LookedAt(SeenServer(url, "waiting"), None)
-        if report is not None:
+        if isinstance(report, ServerReport):
             self._unhealthy.pop(url, None)
+            self._told.pop(url, None)
             version = version_of(report.draft, Path(self._config.folder), self._config.draft)
-            condition = self._answering(url, report.draft.start, version, state.started.get(url), now)
+            condition = self._answering(url, report.draft.start, version, state.started.get(url))
             return LookedAt(SeenServer(url, condition, version), report if condition == "healthy" else None)
         self._unusable.pop(url, None)
-        return LookedAt(SeenServer(url, self._condition(url, age, state, now)), None)
+        return LookedAt(SeenServer(url, self._condition(url, age, report, state, healthy)), None)
 
     def _complain(self, url: str, trouble: str) -> None:
         if self._unusable.get(url) != trouble:
             self._unusable[url] = trouble
             self._say(trouble)
 
-    def _answering(self, url: str, start: str, version: int, started: int | None, now: float) -> Condition:
+    def _answering(self, url: str, start: str, version: int, started: int | None) -> Condition:
         """Of a server that answers: whether it is as it was `started` last, which another supervisor may still do."""
         self._starts[url] = start
         if started in (None, version):
             self._unusable.pop(url, None)
             if started is not None:
                 self._failures[url], self._due[url] = 0, 0.0
-            return "healthy" if now >= self._due[url] else "waiting"
+            return "healthy" if self._down(url) == "down" else "waiting"
         own, age = isinstance(self.controls[url], OwnServer), self.controls[url].age()
         is_new = own or self._asked.get(url, start) != start
         if not is_new and age is not None and age <= self._config.start_timeout_s:
@@ -142,48 +157,63 @@ class Fleet:
         )
         return "waiting"
 
-    def _drain(self, url: str, since: float) -> None:
+    def _drain(self, url: str) -> None:
         if url not in self._told:  # a follower that was killed may have written it down and no more
-            self._told.add(url)
-            self.controls[url].stop()
-        elif since > self._config.drain_s:
+            self.stop(url)
+        elif time.monotonic() - self._told[url] > self._config.drain_s:
             self.controls[url].kill()
 
-    def _condition(self, url: str, age: float | None, state: RolloutState, now: float) -> Condition:
-        """Of a server that is not healthy and was not told to stop."""
-        config, own = self._config, isinstance(self.controls[url], OwnServer)
+    def _condition(
+        self, url: str, age: float | None, failure: ReportFailure, state: RolloutState, healthy: int
+    ) -> Condition:
+        """Of a server that is not healthy and that no rollout has told to stop."""
+        config, own, now = self._config, isinstance(self.controls[url], OwnServer), time.monotonic()
         if age is None and own:
             self._unhealthy.pop(url, None)
-            return self._down(url, now)
-        if url in state.started and age is not None:
-            limit, since = config.start_timeout_s, age
-        else:
-            limit, since = config.unhealthy_s, now - self._unhealthy.setdefault(url, now)
+            return self._down(url)
+        is_new = url in state.started and age is not None
+        limit = config.start_timeout_s if is_new else config.unhealthy_s
+        since = age if is_new and age is not None else now - self._unhealthy.setdefault(url, now)
         if since <= limit:
             return "starting"
-        self._say(f"{url} has not been healthy for {since:.0f} s: it is started again")
+        # One that hangs may still answer its users, and where all seem to hang the fault may be elsewhere.
+        alive = not is_new and (failure.kind == "failing" or url in self._told)
+        if url not in self._told:
+            if alive and healthy < config.healthy_others and self._others_change(url, state):
+                return "starting"
+            self._say(f"{url} has not been healthy for {since:.0f} s ({failure.words}): it is started again")
+        if alive and own:
+            self._drain(url)
+            return "draining"
         self._unhealthy.pop(url, None)
         self.controls[url].kill()
-        return "starting" if own else self._down(url, now)
+        if own:
+            return "starting"
+        self._told[url] = now
+        return self._down(url)
 
-    def _down(self, url: str, now: float) -> Condition:
-        return "down" if now >= self._due[url] else "waiting"
+    def _others_change(self, url: str, state: RolloutState) -> bool:
+        """Whether another server is being stopped or started."""
+        return bool({*self._told, *state.started, *state.stopped} - {url})
 
-    def failed(self, url: str, now: float) -> None:
+    def _down(self, url: str) -> Condition:
+        return "down" if time.monotonic() >= self._due[url] else "waiting"
+
+    def failed(self, url: str) -> None:
         """A start has failed: the next one waits longer."""
-        self._due[url] = now + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
+        self._due[url] = time.monotonic() + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
         self._failures[url] += 1
 
-    def start(self, url: str, arguments: Sequence[str], version: int, now: float) -> bool:
+    def start(self, url: str, arguments: Sequence[str], version: int) -> bool:
         """Start a server, or have it restarted; False where the command for that fails."""
         self._say(f"{url} starts with {in_words(version)}")
-        self._told.discard(url)
+        self._told.pop(url, None)
         self._asked[url] = self._starts.get(url, "")
         try:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
-            self.failed(url, now)
+            self.failed(url)
             return False
         return True
 
@@ -196,16 +226,16 @@ class Fleet:
 
     def stop(self, url: str) -> bool:
         """Let a server finish its requests and end; False where its start replaces it."""
-        self._told.add(url)
+        self._told[url] = time.monotonic()
         return self.controls[url].stop()
 
-    def stop_all(self, state: RolloutState, now: float) -> RolloutState:
+    def stop_all(self, state: RolloutState) -> RolloutState:
         """Tell every server of ours that runs to stop, once."""
         own = [url for url, control in self.controls.items() if isinstance(control, OwnServer)]
         running = [url for url in own if self.controls[url].age() is not None]
-        stopped = {url: state.stopped.get(url, now) for url in running}
+        stopped = {url: state.stopped.get(url, time.time()) for url in running}
         for url in running:
-            self._drain(url, now - stopped[url])
+            self._drain(url)
         return state.model_copy(update={"stopped": stopped})
 
 

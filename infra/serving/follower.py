@@ -73,7 +73,7 @@ class Follower:
     def _first_state(self) -> RolloutState:
         """What most servers run is what they go back to. Raises Refusal where other servers have the addresses."""
         self._fleet.check_free()
-        looks = self._fleet.look(RolloutState(target=NO_DRAFT, stable=NO_DRAFT), time.time())
+        looks = self._fleet.look(RolloutState(target=NO_DRAFT, stable=NO_DRAFT))
         run = [look.seen.version for look in looks if look.seen.condition == "healthy"]
         stable = max(run, key=run.count, default=NO_DRAFT)
         return RolloutState(target=stable, stable=stable)
@@ -91,11 +91,11 @@ class Follower:
 
     def round(self) -> bool:
         """One look and what follows from it; returns whether every server runs what the registry wants."""
-        now, heard = time.time(), self._hear()
-        looks, target = self._fleet.look(self.state, now), self.state.target
-        self._note(looks, now)
-        self._try(looks, now)
-        return self._act(looks, now) and heard and self.state.target == target
+        heard = self._hear()
+        looks, target = self._fleet.look(self.state), self.state.target
+        self._note(looks)
+        self._try(looks)
+        return self._act(looks) and heard and self.state.target == target
 
     def _hear(self) -> bool:
         """What the registry says, after it was told what was taken back; False where nothing can be done about it."""
@@ -181,7 +181,7 @@ class Follower:
             for look, version in zip(looks, wanted, strict=True)
         ]
 
-    def _note(self, looks: Sequence[LookedAt], now: float) -> None:
+    def _note(self, looks: Sequence[LookedAt]) -> None:
         """What has become of starts and stops since the last round."""
         blamed: str | None = None
         self._keep(with_control(self.state, [look.seen for look in looks]))
@@ -196,7 +196,7 @@ class Follower:
             died = condition == "down" and version is None and url not in self.state.stopped
             self._keep(self.state.model_copy(update={"started": started, "stopped": stopped}))
             if version is not None:
-                self._fleet.failed(url, now)
+                self._fleet.failed(url)
                 self._print(f"{url} did not become healthy with {in_words(version)}")
             trial = self.state.trial
             if trial and (version == trial.version or (died and url in trial.probed)):
@@ -227,7 +227,7 @@ class Follower:
         self._print(f"version {version} goes back: {reason}")
         self._keep(take_back(self.state, version, reason))
 
-    def _try(self, looks: Sequence[LookedAt], now: float) -> None:
+    def _try(self, looks: Sequence[LookedAt]) -> None:
         """Try the version under trial: prompts before and after, live traffic, verdict."""
         traffic = self._fleet.traffic_since(looks)
         trial = self.state.trial
@@ -252,16 +252,18 @@ class Follower:
         if trial is None or unprobed:  # the next round's counts still hold the prompts
             return
         if trial.compared_since is None:
-            self._keep(self.state.model_copy(update={"trial": trial.model_copy(update={"compared_since": now})}))
+            trial = trial.model_copy(update={"compared_since": time.time()})
+            self._keep(self.state.model_copy(update={"trial": trial}))
             return
         new = {one.url for one in tried}
         stable = self._reported(self.state.stable)
         old = {look.seen.url for look in looks[first:] if look.report and look.seen.version == stable}
-        trial = trial.with_traffic(*([traffic[url] for url in urls if url in traffic] for urls in (new, old)))
+        ours, theirs = ([traffic[url] for url in urls if url in traffic] for urls in (new, old))
+        trial = trial.with_traffic(ours, theirs, self._fleet.watched_s)
         self._keep(self.state.model_copy(update={"trial": trial}))
-        self._decide(trial, looks, first, now)
+        self._decide(trial, looks, first)
 
-    def _decide(self, trial: Trial, looks: Sequence[LookedAt], first: int, now: float) -> None:
+    def _decide(self, trial: Trial, looks: Sequence[LookedAt], first: int) -> None:
         stable = self._reported(self.state.stable)
         lookaheads = {look.report.lookahead for look in looks[:first] if look.report}
         others = {look.report.lookahead for look in looks[first:] if look.report and look.seen.version == stable}
@@ -269,7 +271,7 @@ class Follower:
         if looks[first:] and drafted and not others:
             return  # a server with the version before is to come back first
         comparable = drafted and lookaheads == others != {None} and len(others) == 1
-        verdict = judge(trial, self._config.canary, now, comparable)
+        verdict = judge(trial, self._config.canary, comparable)
         if verdict.outcome == "back":
             self._take_back(trial.version, verdict.reason)
         elif verdict.outcome == "held":
@@ -312,7 +314,7 @@ class Follower:
         self._keep(self.state.model_copy(update={"trial": trial}))
         return True
 
-    def _act(self, looks: Sequence[LookedAt], now: float) -> bool:
+    def _act(self, looks: Sequence[LookedAt]) -> bool:
         """Start and stop what is next; returns whether all is as the registry wants it."""
         wanted = self._wanted(looks)
         seen = [self._as_started(look.seen, version, look.report) for look, version in zip(looks, wanted, strict=True)]
@@ -321,7 +323,7 @@ class Follower:
                 if self._swap(step, looks):
                     continue
                 self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
-                self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: now}}))
+                self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: time.time()}}))
                 if self._fleet.stop(step.url):
                     continue
                 self._keep(self.state.model_copy(update={"stopped": without(self.state.stopped, step.url)}))
@@ -329,12 +331,11 @@ class Follower:
             swapping = tuple(url for url in self.state.swapping if url != step.url)
             self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
             arguments = self._arguments(step.version)
-            if not self._fleet.start(step.url, arguments, step.version, now) and step.kind == "stop":
+            if not self._fleet.start(step.url, arguments, step.version) and step.kind == "stop":
                 # It may run on as it was.
                 self._keep(self.state.model_copy(update={"started": without(started, step.url)}))
-        done = all(
-            one.condition == "healthy" and one.version == version for one, version in zip(seen, wanted, strict=True)
-        )
+        pairs = zip(seen, wanted, strict=True)
+        done = all(one.condition == "healthy" and one.version == version for one, version in pairs)
         if not done or self.state.trial is not None:
             return False
         if self.state.stable != self.state.target or self._said.get("done") != str(self.state.target):
@@ -393,7 +394,7 @@ class Follower:
     def stop_servers(self) -> None:
         """Let all servers that were started from their command line finish their requests and end."""
         while True:
-            self._keep(self._fleet.stop_all(self.state, time.time()))
+            self._keep(self._fleet.stop_all(self.state))
             if not self.state.stopped:
                 return
             time.sleep(min(1.0, self._config.poll_s))

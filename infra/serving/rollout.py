@@ -59,14 +59,17 @@ class Trial(Record):
     probed: tuple[str, ...] = ()
     """Addresses of the canaries that answered as expected."""
     compared_since: float | None = None
-    """Seconds since 1970; None until the canaries' traffic counts."""
+    """When the canaries' traffic began to count, in seconds since 1970; None until then."""
+    compared_s: float = 0.0
+    """Seconds for which it was watched since. No clock says that: it may be set, and a machine may sleep."""
     new: tuple[StepGroup, ...] = ()
     old: tuple[StepGroup, ...] = ()
     """Live traffic of canaries and of the other servers in the same time."""
 
-    def with_traffic(self, new: Sequence[StepGroup], old: Sequence[StepGroup]) -> "Trial":
-        """With more of it."""
-        return self.model_copy(update={"new": (*self.new, *new), "old": (*self.old, *old)})
+    def with_traffic(self, new: Sequence[StepGroup], old: Sequence[StepGroup], watched_s: float) -> "Trial":
+        """With more of it, of the last `watched_s` seconds."""
+        more = {"new": (*self.new, *new), "old": (*self.old, *old), "compared_s": self.compared_s + watched_s}
+        return self.model_copy(update=more)
 
 
 class RolloutState(Record):
@@ -82,7 +85,7 @@ class RolloutState(Record):
     taken_back: Mapping[int, str] = {}
     """Why, by version; kept until the registry has heard of it."""
     stopped: Mapping[str, float] = {}
-    """When a server was told to stop, by address."""
+    """When a server was told to stop, in seconds since 1970, by address."""
     started: Mapping[str, int] = {}
     """The version that a server was started with and is not healthy with yet, by address."""
     swapping: tuple[str, ...] = ()
@@ -172,11 +175,11 @@ def next_steps(seen: Sequence[SeenServer], wanted: Sequence[int], healthy_others
     return [ServerStep("stop", one.url, version) for one, version in wrong[:1]]
 
 
-def judge(trial: Trial, config: CanaryConfig, now: float, comparable: bool) -> Verdict:
+def judge(trial: Trial, config: CanaryConfig, comparable: bool) -> Verdict:
     """On a version whose canaries are healthy and were probed; `comparable`: its traffic with the other servers'."""
     assert trial.compared_since is not None, "the canaries' traffic does not count yet"
     steps = sum(group.steps for group in trial.new)
-    late = now - trial.compared_since >= config.wait_s
+    late = trial.compared_s >= config.wait_s
     if not comparable:
         words = f"{steps} steps of live traffic, which can be compared with no other version's"
         return Verdict("held" if late or steps >= config.steps else "wait", words)

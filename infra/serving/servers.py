@@ -46,21 +46,26 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._http = open_client(self.url, HEALTH_S)
+
+    def _open(self) -> httpx.Client:
+        """For one use: the next one knows certificates that have changed."""
+        return open_client(self.url, HEALTH_S)
 
     def answers(self) -> bool:
         """Whether anything listens at the address."""
         try:
-            self._http.get(f"{self.url}/server_info", timeout=5.0)
+            with self._open() as http:
+                http.get(f"{self.url}/server_info", timeout=5.0)
         except httpx.TransportError:
             return False
         return True
 
     def report(self) -> ServerReport:
         """What it runs and has counted; it is healthy if this returns. Raises Refusal for one that will not tell."""
-        ask(self._http, f"{self.url}/health")
-        info = ask_info(self._http, self.url)
-        page = ask(self._http, f"{self.url}/metrics").text
+        with self._open() as http:
+            ask(http, f"{self.url}/health")
+            info = ask_info(http, self.url)
+            page = ask(http, f"{self.url}/metrics").text
         draft = read_server_info(info)
         reading = read_metrics(page, public(self.url), draft)
         ranks, workers = (int(info.get(name) or 1) for name in ("tp_size", "tokenizer_worker_num"))
@@ -74,7 +79,8 @@ class ServerClient:
                 "input_ids": list(prompt),
                 "sampling_params": {"temperature": 0.0, "max_new_tokens": new_tokens},
             }
-            reply = self._http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
+            with self._open() as http:
+                reply = http.post(f"{self.url}/generate", json=body, timeout=REQUEST_S)
             if reply.status_code in BUSY:
                 raise BusyError(f"{public(self.url)} is too busy for prompts ({reply.status_code}): they wait")
             answer = reply.raise_for_status().json()
@@ -101,7 +107,8 @@ class ServerClient:
         self._post("continue_generation", {"torch_empty_cache": False})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        answer = self._http.post(f"{self.url}/{path}", json=body, timeout=REQUEST_S)
+        with self._open() as http:
+            answer = http.post(f"{self.url}/{path}", json=body, timeout=REQUEST_S)
         if answer.is_error:  # the reason is in the text
             message = f"{path}: {answer.status_code} {answer.text[:300]}"
             raise httpx.HTTPStatusError(message, request=answer.request, response=answer)

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from mlflow import MlflowClient
+from pydantic import ValidationError
 
 from infra.records.acceptance import RegisteredDraft, SmokeResult
 from infra.records.data_path import Record
+from infra.refusal import Refusal
 from infra.tracking.client import find_model
 from infra.tracking.registry import CHALLENGER, CHAMPION
 
@@ -89,17 +91,29 @@ class State:
     expected: int | None
     """The champion after the last change; another one was made champion outside Draftsmith."""
     is_noted: bool = True
-    """Whether `expected` is known; earlier versions left it to the history."""
+    """Whether `expected` is known. Earlier versions left it to the history, and a person may have edited it."""
 
     @classmethod
     def read(cls, client: MlflowClient, name: str) -> Self:
-        """One request, so that aliases and change belong together. Raises Refusal for an unknown draft."""
+        """One request, so that aliases and change belong together.
+
+        Raises Refusal for an unknown draft, and for a change that was edited.
+        """
         model = find_model(client, name)
         aliases = {alias: int(version) for alias, version in model.aliases.items()}
-        text = model.tags.get(CHANGE)
-        change = Change.model_validate_json(text) if text else None
         expected = model.tags.get(EXPECTED)
+        is_noted = expected is not None and (expected.isdecimal() or not expected)
         return cls(
-            aliases.get(CHAMPION), aliases.get(CHALLENGER), change, int(expected) if expected else None,
-            is_noted=expected is not None,
+            aliases.get(CHAMPION), aliases.get(CHALLENGER), _change(name, model.tags.get(CHANGE)),
+            int(expected) if expected and is_noted else None, is_noted=is_noted,
         )  # fmt: skip
+
+
+def _change(name: str, text: str | None) -> Change | None:
+    try:
+        return Change.model_validate_json(text) if text else None
+    except ValidationError as error:
+        raise Refusal(
+            f"{name}: the tag {CHANGE} of the registered model was edited, and no change can be read from it: delete "
+            "it in MLflow's page; what it began is then noticed by the alias, or is to be decided again"
+        ) from error

@@ -34,7 +34,9 @@ from sqlalchemy.exc import DatabaseError, OperationalError, SQLAlchemyError
 
 Entity = TypeVar("Entity")
 SQLITE = "sqlite:///"
-SCHEMES = ("", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc")
+SERVERS = ("http://", "https://")
+POSTGRESQL = "postgresql+psycopg://"
+"""The only driver of a database server that is installed."""
 REMEDY = "correct tracking.uri or $MLFLOW_TRACKING_URI (a server's http:// address, or sqlite:////folder/file.db)"
 OLD = re.compile(r"[012]\.\d+\.[\w.]+")
 CREATION_S = 600.0
@@ -52,6 +54,7 @@ def connect(uri: str) -> MlflowClient:
     """
     if uri == redacted(tracking_uri()):
         uri = tracking_uri()
+    uri = _plain(uri)
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     _check(uri)
@@ -69,9 +72,21 @@ def connect(uri: str) -> MlflowClient:
         raise Refusal(f"MLflow at {uri} cannot be used ({first_line(error)}): {REMEDY}") from error
 
 
+def _plain(uri: str) -> str:
+    """An address as MLflow knows it: without blanks around it, its scheme in lower case."""
+    scheme, colon, rest = uri.strip().partition(":")
+    return scheme.lower() + colon + rest
+
+
 def _check(uri: str) -> None:
-    """Raise Refusal for a file that is not a database, and for a server that does not answer."""
-    if uri.startswith(SQLITE):
+    """Raise Refusal for an address that MLflow does not understand or cannot use here, and for a file that is not a
+    database."""
+    if uri.startswith("sqlite:"):
+        if not uri.startswith(SQLITE) or uri.removeprefix(SQLITE) in ("", ":memory:"):
+            raise Refusal(
+                f"MLflow's address {uri!r} names no file (sqlite:///name.db is one in this folder, and "
+                f"sqlite:////folder/name.db one anywhere): {REMEDY}"
+            )
         database = Path(uri.removeprefix(SQLITE))
         folder = next(parent for parent in database.absolute().parents if parent.exists())
         if not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -80,14 +95,21 @@ def _check(uri: str) -> None:
             raise Refusal(f"MLflow's database {database} is no file: move it away, or {REMEDY}")
         if database.is_file() and is_other_file(database):
             raise Refusal(f"MLflow's database {database} is damaged: restore it or move it away, or {REMEDY}")
-    elif urlsplit(uri).scheme not in SCHEMES:
-        raise Refusal(f"MLflow's address {uri!r} is of no known kind: {REMEDY}")
+    elif uri.startswith(("http:", "https:")):
+        if not uri.startswith(SERVERS) or not urlsplit(uri).hostname:
+            raise Refusal(f"MLflow's address {uri!r} names no host: {REMEDY}")
+    elif uri.startswith(("postgresql", "postgres:")) and not uri.startswith(POSTGRESQL):
+        raise Refusal(f"MLflow's address {uri!r} needs a driver that is not installed: begin it with {POSTGRESQL}")
+    elif not uri.startswith(POSTGRESQL):
+        raise Refusal(f"MLflow's address {uri!r} is of no kind that works here: {REMEDY}")
 
 
 def check_answers(uri: str) -> None:
     """Raise Refusal where a tracking server does not answer, for which MLflow itself would try for minutes, or does
-    not let this user in."""
-    if not uri.startswith(("http://", "https://")):
+    not let this user in, and for an address that names none."""
+    uri = _plain(uri)
+    _check(uri)
+    if not uri.startswith(SERVERS):
         return
     if why := why_silent(uri, ANSWER_S):
         raise Refusal(f"MLflow at {public(uri)} does not answer ({why}): start it, or {REMEDY}")
@@ -100,7 +122,8 @@ def check_admits(uri: str) -> None:
 
     One that is away, or fails, is none of these.
     """
-    if not uri.startswith(("http://", "https://")):
+    uri = _plain(uri)
+    if not uri.startswith(SERVERS):
         return
     try:
         answer = _get(uri, "/api/2.0/mlflow/registered-models/search", ANSWER_S, max_results=1)

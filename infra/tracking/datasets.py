@@ -2,7 +2,8 @@
 
 Each experiment has one of its own for them, so that who may write the one may write the other. Files lie below its
 artifacts, in a folder named after their hash: MLflow keeps the first address of a data set, so what is copied again
-must come to the same place. A run there stands for each copy that is whole.
+must come to the same place. A run there stands for each copy that is whole. The experiments of one SQLite file have
+one folder of artifacts, and therefore share files of the same content: the last of these runs takes them with it.
 """
 
 import json
@@ -85,15 +86,23 @@ def remove_old_datasets(uri: str, experiments: Collection[str], private_days: fl
     client, now, removed = connect(uri), time.time(), 0
     for experiment in active_experiments(client, experiments):
         for place in active_experiments(client, [datasets_of(str(experiment.name))]):
-            named = _named_digests(client, experiment)
+            named, beside = _named_digests(client, experiment), _with_the_same_artifacts(client, place)
             for run in _copies(client, place):
                 age_s, content = now - run.info.start_time / 1000, run.data.tags[CONTENT]
                 expired = run.data.tags.get(PRIVATE) == "true" and age_s > private_days * 86_400
                 if expired or (content[:DIGEST] not in named and age_s > NEWEST_S):
-                    get_artifact_repository(_address(place, content), uri).delete_artifacts()
+                    if not any(_copies(client, other, content) for other in beside):
+                        get_artifact_repository(_address(place, content), client.tracking_uri).delete_artifacts()
                     client.delete_run(run.info.run_id)
                     removed += 1
     return removed
+
+
+def _with_the_same_artifacts(client: MlflowClient, place: Experiment) -> list[Experiment]:
+    """Other experiments whose artifacts are in the same folder."""
+    location, own = place.artifact_location, place.experiment_id
+    everywhere = pages(client.search_experiments)
+    return [one for one in everywhere if one.artifact_location == location and one.experiment_id != own]
 
 
 def _named_digests(client: MlflowClient, experiment: Experiment) -> set[str]:

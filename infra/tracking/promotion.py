@@ -28,6 +28,7 @@ from infra.tracking.client import connect, model_versions
 from infra.tracking.registry import (
     CHALLENGER,
     CHAMPION,
+    DECISION,
     LONGEST,
     MEASURED_AGAINST,
     MODEL_ID,
@@ -99,8 +100,9 @@ class DraftInService:
         """Make a version the champion; one that fails the smoke test gives way to the champion before it.
 
         Repeated by the same run, or by the same person for the same reason, this completes what was interrupted, and
-        does nothing where nothing was. Raises what the smoke test raises: ProcessFailedError once the version is
-        withdrawn, any other error with the change still recorded.
+        does nothing where nothing was. The version returned is not the champion where its smoke test failed, or where
+        another decision was made at the same moment. Raises what the smoke test raises: ProcessFailedError once the
+        version is withdrawn, any other error with the change still recorded.
         """
         tested = self._smoke_test is not None
         self._change("promotion", version, by=by, reason=reason, run=run, tested=tested)
@@ -152,11 +154,15 @@ class DraftInService:
 
     def resume(self) -> Change | None:
         """Complete the change in progress; returns it if it needs a smoke test and none is given."""
-        first = self._state().change
-        while first:
+        change = self._state().change
+        return self._complete(change.id) if change else None
+
+    def _complete(self, change_id: str) -> Change | None:
+        """The same for this change only, whatever else is recorded meanwhile."""
+        while True:
             state = self._state()
             change = state.change
-            if change is None or change.id != first.id:
+            if change is None or change.id != change_id:
                 return None
             if change.stage == "intended":
                 following = self._move(change, state)
@@ -170,7 +176,6 @@ class DraftInService:
             else:
                 following = self._test(change, self._smoke_test)
             self._record(following, over=change)
-        return None
 
     def _change(self, kind: Kind, version: int, *, by: str, reason: str, run: str = "", tested: bool = False) -> None:
         """Record a change, unless it is under way or done already, and complete it."""
@@ -179,7 +184,9 @@ class DraftInService:
             id=str(uuid4()), kind=kind, version=version, by=by, reason=reason[:LONGEST], run=run, tested=tested
         )
         current = self._notice()
-        if not (current and wanted.repeats(current)):
+        if current and wanted.repeats(current):
+            wanted = current
+        else:
             if self._is_done(wanted):
                 return
             if current:
@@ -188,8 +195,12 @@ class DraftInService:
             after = version if kind == "promotion" else state.champion
             if kind == "withdrawal" and state.champion == version:
                 after = self._replaced(version)
-            self._record(wanted.model_copy(update={"at": self._now(), "before": state.champion, "after": after}))
-        self.resume()
+            wanted = wanted.model_copy(update={"at": self._now(), "before": state.champion, "after": after})
+            self._record(wanted)
+        self._complete(wanted.id)
+        if DECISION + _key(wanted) not in self._client.get_model_version(self._name, str(version)).tags:
+            # Who decided at the same moment had read that there is no change, and recorded another one over this.
+            self._supersede(wanted, self._state(), "another decision was made at the same moment, and took its place")
 
     def _notice(self) -> Change | None:
         """Record a change for a champion alias that is not where the history left it; returns the change under way.
@@ -287,7 +298,7 @@ class DraftInService:
         except ProcessFailedError as error:
             failed = SmokeResult(passed=False, reason=str(error))
             self._record(self._tested(change, failed), over=change)
-            self.resume()
+            self._complete(change.id)
             raise
         return self._tested(change, outcome)
 
@@ -327,7 +338,7 @@ class DraftInService:
         if self._is_gone(change):  # and its part of the history with it
             return
         # The same key whenever this change is resumed: its decision is in the history once.
-        write_decision(self._client, self._name, decision, f"{change.at * 1000:.0f}.{change.id[:8]}")
+        write_decision(self._client, self._name, decision, _key(change))
 
     def _state(self) -> State:
         return State.read(self._client, self._name)
@@ -368,6 +379,10 @@ class DraftInService:
             previous_version=change.before, now=change.after, run=change.run, by=change.by, reason=change.reason,
             source=source(change.version) or "", now_source=source(change.after),
         )  # fmt: skip
+
+
+def _key(change: Change) -> str:
+    return f"{change.at * 1000:.0f}.{change.id[:8]}"
 
 
 def _in_words(version: int | None) -> str:

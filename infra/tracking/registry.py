@@ -5,8 +5,9 @@ it is about, so the history lives as long as the registry.
 """
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 from mlflow import MlflowClient, artifacts
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
+from pydantic import ValidationError
 
 from infra.records.acceptance import RegisteredDraft, RequestCounts
 from infra.records.data_path import Record
@@ -72,7 +74,7 @@ DECISION = "decision."
 LONGEST = 2500
 """Characters of a reason that are kept. MLflow takes 5,000 in a tag, and JSON may escape each character."""
 
-Outcome = Literal["promoted", "refused", "rolled back", "superseded"]
+Outcome = Literal["promoted", "refused", "rolled back", "superseded", "unreadable"]
 
 
 class PromotionDecision(Record):
@@ -82,7 +84,7 @@ class PromotionDecision(Record):
     """Seconds since 1970."""
     version: int
     outcome: Outcome
-    """`superseded`: a newer decision overtook this promotion before its version had become champion."""
+    """`superseded`: another decision overtook this one before it took effect. `unreadable`: it was edited in MLflow."""
     champion_before: int | None
     champion_after: int | None = None
     by: str
@@ -205,7 +207,7 @@ def download(uri: str, draft: RegisteredDraft, folder: Path) -> Path:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     source = f"models:/{draft.model_id}"
-    connect(uri)
+    uri = connect(uri).tracking_uri
     artifacts.download_artifacts(artifact_uri=source, dst_path=str(aside), tracking_uri=uri, registry_uri=uri)
     return aside.replace(folder)
 
@@ -259,9 +261,22 @@ def _record(version: ModelVersion, aliases: Mapping[str, int]) -> RegisteredDraf
         version=number,
         model_id=tags.get(MODEL_ID, ""),
         aliases=tuple(sorted(alias for alias, of in aliases.items() if of == number)),
-        acceptance_length=float(tags[ACCEPTANCE]) if ACCEPTANCE in tags else None,
+        acceptance_length=number_in(tags, ACCEPTANCE),
         tags=tags,
     )
+
+
+def number_in(tags: Mapping[str, str], tag: str) -> float | None:
+    """The number that a tag holds; None for one that is missing, or that a person has edited into something else."""
+    return _number(tags.get(tag, ""))
+
+
+def _number(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 def write_decision(client: MlflowClient, name: str, decision: PromotionDecision, key: str) -> None:
@@ -271,14 +286,41 @@ def write_decision(client: MlflowClient, name: str, decision: PromotionDecision,
 
 
 def decisions(client: MlflowClient, name: str) -> list[PromotionDecision]:
-    """All decisions about the versions of a registered model, oldest first."""
-    tags = [item for version in model_versions(client, name) for item in version.tags.items()]
-    found = [PromotionDecision.model_validate_json(text) for tag, text in tags if tag.startswith(DECISION)]
-    return sorted(found, key=lambda decision: decision.at)
+    """All decisions about the versions of a registered model, oldest first. Raises Refusal for one that was edited."""
+    read = [(version, tag, _decision(version, tag, text)) for version, tag, text in _written(client, name)]
+    for version, tag, decision in read:
+        if decision.outcome == "unreadable":
+            raise Refusal(
+                f"version {version} of {name}: the tag {tag} was edited, and no decision can be read from it: delete "
+                f"it in MLflow's page (to keep the text, under a name that does not begin with {DECISION!r})"
+            )
+    return sorted((decision for _, _, decision in read), key=lambda decision: decision.at)
 
 
 def history(uri: str, name: str) -> list[PromotionDecision]:
-    """All decisions about a draft's versions, oldest first. Raises Refusal for a draft that is not registered."""
+    """The same to be shown: one that was edited is `unreadable`, with its text as the reason.
+
+    Raises Refusal for a draft that is not registered.
+    """
     client = connect(uri)
     find_model(client, name)
-    return decisions(client, name)
+    return sorted((_decision(*written) for written in _written(client, name)), key=lambda decision: decision.at)
+
+
+def _written(client: MlflowClient, name: str) -> Iterator[tuple[int, str, str]]:
+    """Version, tag and text of every decision."""
+    for version in model_versions(client, name):
+        for tag, text in version.tags.items():
+            if tag.startswith(DECISION):
+                yield int(version.version), tag, text
+
+
+def _decision(version: int, tag: str, text: str) -> PromotionDecision:
+    try:
+        return PromotionDecision.model_validate_json(text)
+    except ValidationError:
+        milliseconds = _number(tag.removeprefix(DECISION).partition(".")[0])
+        return PromotionDecision(
+            at=(milliseconds or 0.0) / 1000, version=version, outcome="unreadable", champion_before=None, by="",
+            reason=f"the tag {tag} was edited: {text}",
+        )  # fmt: skip

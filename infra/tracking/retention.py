@@ -21,6 +21,7 @@ from infra.files.atomic import write_atomically
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.client import active_experiments, connect, pages
 from infra.tracking.registry import REPLACES, list_drafts
+from infra.tracking.runs import FOLDER, HOST
 
 OURS = "tags.`mlflow.source.name` LIKE 'draftsmith retrain %'"
 EXPERIMENTS = ".experiments"
@@ -46,13 +47,18 @@ def noted_experiments(runs: Path) -> list[str]:
 
 
 def remove_old_tracking(
-    uri: str, experiments: Collection[str], keep_runs: int, keep_checkpoints: int
+    uri: str,
+    experiments: Collection[str],
+    keep_runs: int,
+    keep_checkpoints: int,
+    resumable: Collection[str] = (),
 ) -> tuple[int, int]:
     """Keep the newest `keep_runs` runs of every registered model and recipe in these experiments, and the checkpoints
     of the newest `keep_checkpoints` of them.
 
     A run whose version has an alias, or was replaced by one that has, stays whatever its age, so that it can serve
-    and be rolled back to; so does one of which a registered model that is not ours has a version, a copy made by hand.
+    and be rolled back to; so does one of which a registered model that is not ours has a version, a copy made by hand,
+    and so do those of `resumable`, by their ids, with their checkpoints.
     Returns the numbers of removed runs, with their artifacts and versions, and of checkpoints.
     """
     client, removed_runs, removed_checkpoints = connect(uri), 0, 0
@@ -60,13 +66,30 @@ def remove_old_tracking(
     protected, ours = _protected_runs(client, drafts), {draft.name for draft in drafts}
     for runs in _runs_by_draft(client, experiments).values():
         for age, run in enumerate(runs):
+            if run.info.run_id in resumable:
+                continue
             versions = _versions_of(client, run) if age >= keep_runs and run.info.run_id not in protected else None
             if versions is not None and ours.issuperset(str(version.name) for version in versions):
-                _remove_run(client, uri, run, versions)
+                _remove_run(client, run, versions)
                 removed_runs += 1
             elif age >= keep_checkpoints:
                 removed_checkpoints += _remove_models(client, run, "checkpoint")
     return removed_runs, removed_checkpoints
+
+
+def end_gone_runs(uri: str, experiments: Collection[str], host: str) -> int:
+    """End the runs that died on this machine, `host`, and whose folders are gone, so that nobody can resume them.
+
+    A folder whose parent is missing too may be on a disk that is not mounted. Returns the number of runs.
+    """
+    client, ended = connect(uri), 0
+    for run in _runs(client, experiments):
+        folder = Path(run.data.tags.get(FOLDER, "/"))
+        here = run.data.tags.get(HOST) == host and folder.parent.is_dir()
+        if run.info.status == "RUNNING" and here and not folder.exists():
+            client.set_terminated(run.info.run_id, "KILLED")
+            ended += 1
+    return ended
 
 
 def empty_trash(uri: str, database: str, days: float) -> None:
@@ -89,37 +112,41 @@ def empty_trash(uri: str, database: str, days: float) -> None:
 
 
 def _protected_runs(client: MlflowClient, drafts: Sequence[RegisteredDraft]) -> set[str]:
-    wanted = {(draft.name, draft.version) for draft in drafts if draft.aliases}
-    wanted |= {
-        (draft.name, int(draft.tags[REPLACES])) for draft in drafts if draft.aliases and draft.tags.get(REPLACES)
-    }
-    # The version that a champion replaced may have been deleted, by hand or by an earlier clean-up.
-    wanted &= {(draft.name, draft.version) for draft in drafts}
-    return {str(client.get_model_version(name, str(version)).run_id) for name, version in wanted}
+    wanted = {(draft.name, str(draft.version)) for draft in drafts if draft.aliases}
+    wanted |= {(draft.name, draft.tags.get(REPLACES, "")) for draft in drafts if draft.aliases}
+    # The version that a champion replaced may have been deleted, by hand or by an earlier clean-up, or its number may
+    # have been edited.
+    wanted &= {(draft.name, str(draft.version)) for draft in drafts}
+    return {str(client.get_model_version(name, version).run_id) for name, version in wanted}
 
 
 def _runs_by_draft(client: MlflowClient, experiments: Collection[str]) -> dict[tuple[str | None, ...], list[Run]]:
     """Ended runs, the newest first, by the values of `GROUP`."""
     groups: dict[tuple[str | None, ...], list[Run]] = defaultdict(list)
-    ids = [str(one.experiment_id) for one in active_experiments(client, experiments)]
-    query = {"filter_string": OURS, "order_by": ["attributes.start_time DESC"]}
-    for run in pages(client.search_runs, experiment_ids=ids, **query) if ids else ():
+    for run in _runs(client, experiments):
         if run.info.status != "RUNNING":
             groups[tuple(map(run.data.params.get, GROUP))].append(run)
     return groups
+
+
+def _runs(client: MlflowClient, experiments: Collection[str]) -> list[Run]:
+    """Our runs in these experiments, the newest first."""
+    ids = [str(one.experiment_id) for one in active_experiments(client, experiments)]
+    query = {"filter_string": OURS, "order_by": ["attributes.start_time DESC"]}
+    return list(pages(client.search_runs, experiment_ids=ids, **query)) if ids else []
 
 
 def _versions_of(client: MlflowClient, run: Run) -> list[ModelVersion]:
     return list(pages(client.search_model_versions, filter_string=f"run_id = '{run.info.run_id}'"))
 
 
-def _remove_run(client: MlflowClient, uri: str, run: Run, versions: Sequence[ModelVersion]) -> None:
+def _remove_run(client: MlflowClient, run: Run, versions: Sequence[ModelVersion]) -> None:
     """Remove versions first, so that none is left without weights; the run last, so that an interruption shows."""
     for version in versions:
         client.delete_model_version(str(version.name), str(version.version))
     for kind in ("checkpoint", "draft"):
         _remove_models(client, run, kind)
-    get_artifact_repository(str(run.info.artifact_uri), uri).delete_artifacts()
+    get_artifact_repository(str(run.info.artifact_uri), client.tracking_uri).delete_artifacts()
     client.delete_run(run.info.run_id)
 
 

@@ -26,6 +26,8 @@ BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
 """Files of a logged checkpoint; the optimizer's state stays in the run folder."""
+HOST, FOLDER = "draftsmith.host", "draftsmith.folder"
+"""Tags: the machine that a run is on, and the path of its folder there."""
 HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH, HELDOUT_SEEN)
 """Metrics outside any group: MLflow shows them first."""
 EXPERIMENT_NOTE = (
@@ -51,29 +53,56 @@ def start_run(
 ) -> TrackedRun:
     """Open the run that the file `record` remembers, or a new one with `config` as its parameters.
 
-    Passwords in the configuration's addresses are not logged. Raises Refusal where MLflow does not have that run.
+    One that was deleted in MLflow is restored. Passwords in the configuration's addresses are not logged. Raises
+    Refusal where MLflow does not have that run.
     """
     client = connect(uri)
-    config = redacted(config)
     if record.exists():
-        return _continued(client, record, redacted(uri))
+        run = _continued(client, record, redacted(uri), tags)
+    else:
+        run = _created(client, record, redacted(uri), experiment, name, tags)
+    _log_config(client, run, redacted(config))
+    return run
+
+
+def _created(
+    client: MlflowClient, record: Path, uri: str, experiment: str, name: str, tags: Mapping[str, str]
+) -> TrackedRun:
+    """A new run, which `record` remembers before anything else can fail: a second try goes on with it."""
     experiment_of_run = experiment_id(client, experiment)
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
     created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
-    run = TrackedRun(uri=redacted(uri), experiment_id=experiment_of_run, run_id=created.info.run_id)
-    parameters = [Param(key, str(value)) for key, value in _flat(config)]
-    for start in range(0, len(parameters), 100):
-        client.log_batch(run.run_id, params=parameters[start : start + 100])
-    client.log_dict(run.run_id, dict(config), "config.json")
+    run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=created.info.run_id)
     write_atomically(record, run)
     return run
 
 
-def _continued(client: MlflowClient, record: Path, uri: str) -> TrackedRun:
-    """The run of `record`, which notes `uri` if MLflow has moved there."""
+def _log_config(client: MlflowClient, run: TrackedRun, config: Mapping[str, Any]) -> None:
+    """Log what the run does not have yet. MLflow takes no second value of a parameter: a resumed run's placement may be
+    another one."""
+    logged = client.get_run(run.run_id).data.params
+    parameters = [Param(key, str(value)) for key, value in _flat(config) if key not in logged]
+    for start in range(0, len(parameters), 100):
+        client.log_batch(run.run_id, params=parameters[start : start + 100])
+    client.log_dict(run.run_id, dict(config), "config.json")
+
+
+def restore(run: TrackedRun) -> None:
+    """Take a run that goes on out of MLflow's trash, if a person has deleted it."""
+    _restore(connect(run.uri), run.run_id)
+
+
+def _restore(client: MlflowClient, run_id: str) -> None:
+    if client.get_run(run_id).info.lifecycle_stage == "deleted":
+        client.restore_run(run_id)
+
+
+def _continued(client: MlflowClient, record: Path, uri: str, tags: Mapping[str, str]) -> TrackedRun:
+    """The run of `record`, which notes `uri` if MLflow has moved there, and MLflow where the run goes on."""
     run = TrackedRun.read(record)
     try:
+        _restore(client, run.run_id)
         client.update_run(run.run_id, status="RUNNING")
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -83,6 +112,9 @@ def _continued(client: MlflowClient, record: Path, uri: str) -> TrackedRun:
             + ("restore it there" if run.uri == uri else f"set tracking.uri or $MLFLOW_TRACKING_URI to {run.uri}")
             + ", or start a new run"
         ) from error
+    for key in (HOST, FOLDER):
+        if key in tags:
+            client.set_tag(run.run_id, key, tags[key])
     if run.uri != uri:
         run = run.model_copy(update={"uri": uri})
         write_atomically(record, run)
@@ -103,27 +135,30 @@ def end_run(run: TrackedRun, status: str) -> None:
 
 
 def log_new_metrics(record: Path, metrics: Path) -> None:
-    """Log the steps that `metrics` (one JSON object per line) has gained, and note that in `record`."""
+    """Log the steps that `metrics` (one JSON object per line) has gained, and note each request's in `record`."""
     run = TrackedRun.read(record)
     new = [line for line in read_objects(metrics) if line["step"] > run.logged_step]
     if not new:
         return
-    points = [point for line in new for point in _points(line)]
     client = connect(run.uri)
-    for start in range(0, len(points), BATCH):
-        client.log_batch(run.run_id, metrics=points[start : start + BATCH])
-    write_atomically(record, run.model_copy(update={"logged_step": new[-1]["step"]}))
+    at_once = max(1, BATCH // max(1, *(len(list(_points(line))) for line in new)))
+    for start in range(0, len(new), at_once):
+        lines = new[start : start + at_once]
+        client.log_batch(run.run_id, metrics=[point for line in lines for point in _points(line)])
+        # Each time: the next request may fail, and whoever tries again must not log these points twice.
+        write_atomically(record, run.model_copy(update={"logged_step": lines[-1]["step"]}))
 
 
 def _points(line: dict[str, Any]) -> Iterator[Metric]:
-    now = int(time.time() * 1000)
+    # Lines that earlier versions wrote have no time.
+    milliseconds = int(line.get("time", time.time()) * 1000)
     step = int(line["step"])
     for key, value in line.items():
         if key == "acceptance_by_position":
             for position, rate in enumerate(value, start=1):
-                yield Metric(f"training_acceptance/position_{position}", float(rate), now, step)
-        elif key != "step" and isinstance(value, int | float):
-            yield Metric(key if key in HEADLINES else f"data_path/{key}", float(value), now, step)
+                yield Metric(f"training_acceptance/position_{position}", float(rate), milliseconds, step)
+        elif key not in ("step", "time") and isinstance(value, int | float):
+            yield Metric(key if key in HEADLINES else f"data_path/{key}", float(value), milliseconds, step)
 
 
 def log_checkpoint(run: TrackedRun, folder: Path, step: int, metrics: Path) -> str:

@@ -74,9 +74,9 @@ class BenchmarkConfig(StrictConfig):
     sampled_proposals: Proposals = Field(
         default="greedy",
         description="How the serving engine proposes for sampled text. `greedy`: the likeliest tokens, SGLang's "
-        "default, but for DSpark. `drawn`: drawn from the draft's distribution, its default for DSpark, and as with "
-        "rejection sampling in vLLM (`draft_sample_method=probabilistic`). Both are measured; this one is decoded for "
-        "real. A recipe's default is that of its method.",
+        "default, but for DSpark and DFlash 2. `drawn`: drawn from the draft's distribution after temperature alone, "
+        "its default for these two, and as with rejection sampling in vLLM (`draft_sample_method=probabilistic`). Both "
+        "are measured; this one is decoded for real. A recipe's default is that of its method.",
     )
     sampled_reference_tokens: int = Field(
         default=128,

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from infra.config import Count, Seconds, StrictConfig
 from infra.planner.traffic import StoredPrecision
+from infra.redaction import redacted
 from infra.refusal import Refusal
 from infra.sglang.config import SGLangConfig
 from models.config.live import LiveConfig
@@ -73,6 +74,17 @@ class GeneratorConfig(StrictConfig):
     def most(self) -> int:
         """Largest number of generators."""
         return self.max_count or self.count
+
+    @model_validator(mode="after")
+    def _no_secret_argument(self) -> Self:
+        if (shown := redacted(self.sglang.arguments)) != list(self.sglang.arguments):
+            raise Refusal(
+                f"generator.sglang.arguments hold a secret ({' '.join(shown)}), and a recipe is kept with its runs and "
+                "shown in pages: leave it out, because the server listens on loopback alone; or write `api-key: ...` "
+                "into a YAML file that only you can read, add --config with its path to the arguments, and set "
+                "$DRAFTSMITH_SGLANG_API_KEY to the key"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_for_each_server(self) -> Self:

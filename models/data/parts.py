@@ -16,6 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from infra.files.private import keep_private
 from infra.processes.control_groups import cores
 from infra.settings import use_one_tokenizer_thread
 from models.config.data import DataConfig
@@ -64,14 +65,18 @@ class EncoderSettings:
         )
 
 
-def outcomes_in_parts(documents: Iterable[Document], settings: EncoderSettings, folder: Path) -> Iterator[Outcome]:
-    """What becomes of all documents, in order; their parts are kept in `folder`."""
+def outcomes_in_parts(
+    documents: Iterable[Document], settings: EncoderSettings, folder: Path, private_since: float | None = None
+) -> Iterator[Outcome]:
+    """What becomes of all documents, in order; their parts are kept in `folder`, private as in `build_once`."""
     ordered = iter(documents)
     first = list(islice(ordered, FEW))
     if len(first) < FEW and not folder.is_dir():
         yield from settings.encoder().outcomes(first)
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if private_since is not None:
+        keep_private(folder, private_since)
     rest = chain(first, ordered)
     parts = zip(count(), iter(lambda: list(islice(rest, PART)), []))
     processes = max(1, cores() - 1)

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from infra.files.atomic import sha256_file, write_atomically
 from infra.files.cached_folder import build_once
+from infra.files.private import keep_private
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import Histogram, RegeneratedRecord, SamplesRecord, TargetRecord
@@ -39,6 +40,7 @@ from models.data.prompts import heldout_prompts, suite_address
 from models.data.rendered_turns import read_back
 from models.data.sample_set import SampleSet, Split, read_manifest, write_sample_set
 from models.data.samples import SampleEncoder, Splits, divide
+from models.data.sources import private_since
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import counting
 
@@ -77,8 +79,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
         images_hash(config.images),
     )
     folder = cache_folder() / "samples" / key[:32]
-    parts = folder.with_name(f".{folder.name}{PARTS}")
-
+    parts, since = folder.with_name(f".{folder.name}{PARTS}"), private_since(config.source)
     processor = None if config.images is None else ImageProcessor(Path(target.path))
 
     def build(aside: Path) -> None:
@@ -93,7 +94,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
             samples = encoder.encode(documents)
         else:
             encoder = settings.encoder(tokenizer)
-            samples = collect(outcomes_in_parts(documents, settings, parts), config, encoder.counts)
+            samples = collect(outcomes_in_parts(documents, settings, parts, since), config, encoder.counts)
         with _unchanged(config.source, content, parts):
             splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals
@@ -104,7 +105,7 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
             write_atomically(aside / REFUSED, "\n".join(left_out) + "\n")
         write_sample_set(aside, splits, record)
 
-    build_once(folder, build)
+    build_once(folder, build, private_since=since)
     shutil.rmtree(parts, ignore_errors=True)
     return read_manifest(folder).samples
 
@@ -284,6 +285,8 @@ def _made_samples(folder: RunFolder, config: RunConfig) -> SamplesRecord:
 def main() -> None:
     folder = RunFolder(Path(sys.argv[1]).absolute())
     config = read_config(folder.config)
+    if (since := private_since(config.data.source)) is not None:
+        keep_private(folder.path, since)
     record = kept_samples(folder) or _made_samples(folder, config)
     heldout_prompts(SampleSet.open(Path(record.path), "heldout"), config.benchmark)  # refuses now, not after training
     write_atomically(folder.samples, record)

@@ -201,7 +201,8 @@ def heldout_prompts(samples: SampleSet, config: BenchmarkConfig) -> list[list[in
     """Prompts from a run's held-out samples, of text alone. Raises Refusal if there are too few."""
     heldout = (samples[index] for index in range(len(samples)))
     texts = ((sample.tokens, sample.loss_mask) for sample in heldout if not sample.images)
-    return take_prompts(texts, config.prompts, config.prompt_tokens)
+    remedy = "hold more of the text out (data.heldout_share), raise benchmark.prompt_tokens, or give more text"
+    return take_prompts(texts, config.prompts, config.prompt_tokens, remedy)
 
 
 def seen_prompts(samples: SampleSet, most: int, longest: int) -> list[Prompt]:
@@ -280,11 +281,14 @@ def read_prompts(
         ((torch.from_numpy(s.tokens).long(), torch.from_numpy(s.loss_mask)) for s in samples),
         config.prompts,
         config.prompt_tokens,
+        f"add prompts to {source}, or admit longer ones (benchmark.prompt_tokens, --prompt-tokens)",
     )
     return prompts, NO_TEMPLATE if encoder.template is None else encoder.template.hash
 
 
-def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int) -> list[list[int]]:
+def take_prompts(
+    samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_tokens: int, remedy: str
+) -> list[list[int]]:
     """The first `count` different prompts.
 
     A conversation's prompt is everything before its first supervised token; it is left out if longer than
@@ -295,6 +299,7 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
         samples: tokens `[T]` int64 and loss mask `[T]` bool of each sample.
         count: most prompts.
         prompt_tokens: most tokens of a prompt.
+        remedy: what to do where they are too few, for the refusal.
 
     Raises Refusal: fewer than two prompts.
     """
@@ -309,9 +314,8 @@ def take_prompts(samples: Iterable[tuple[Tensor, Tensor]], count: int, prompt_to
             break
     if len(prompts) < 2:
         raise Refusal(
-            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens: "
-            + ("hold more of the text out (data.heldout_share)" if seen < 2 else "raise benchmark.prompt_tokens")
-            + ", or give more text"
+            f"{len(prompts)} of {seen} samples give a prompt of {LEAST_TOKENS} to {prompt_tokens} tokens, and at least "
+            f"two are needed: {remedy}"
         )
     return [list(prompt) for prompt in prompts]
 

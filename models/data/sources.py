@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -11,8 +12,10 @@ from urllib.parse import urlsplit
 import fsspec
 from botocore.exceptions import BotoCoreError, ClientError
 
+from infra.drift.store import is_prompt_sample
 from infra.files.atomic import sha256_file
 from infra.files.cached_folder import build_once
+from infra.files.private import mark_of
 from infra.refusal import Refusal
 from infra.settings import cache_folder, expanded
 from models.data import hub
@@ -62,6 +65,22 @@ def find_source(source: str) -> ResolvedSource:
         raise Refusal(
             f"data.source {source!r}: {error.filename} cannot be read ({error.strerror}): check its permissions"
         ) from error
+
+
+def private_since(source: str) -> float | None:
+    """When the prompts of users that a source holds were sampled (seconds since 1970); None for any other source.
+
+    A source holds them if it is a sample of request logs, or text that the target generated to one.
+    """
+    if is_prompt_sample(source):
+        try:
+            files, path = fsspec.core.url_to_fs(source)
+            return float(files.modified(path).timestamp())
+        except FAULTS:  # removed since, or of a file system that does not say
+            return time.time()
+    if "://" not in source and (mark := mark_of(expanded("data.source", source))).is_file():
+        return mark.stat().st_mtime
+    return None
 
 
 def _on_disk(source: str, path: Path) -> ResolvedSource:
@@ -152,7 +171,7 @@ def _at_address(url: str) -> ResolvedSource:
             except FAULTS as error:
                 raise Refusal(f"data.source {url!r}: {name} cannot be copied ({error}): try again") from error
 
-    build_once(folder, copy)
+    build_once(folder, copy, private_since=private_since(url))
     places = {name: url if selection is None else f"{url.rstrip('/')}/{name}" for name in sorted(versions)}
     copies = tuple(SourceFile(folder / name, place) for name, place in places.items())
     content = _hash(("".join(file.kind), sha256_file(file.path)) for file in copies)

@@ -2,10 +2,10 @@
 
 A token x drawn from q is proposed and accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)), and x is
 emitted with probability p(x), by whichever way. Given that x was emitted it came by acceptance with probability
-min(1, q(x) / p(x)), independently of the other positions: p and q are those after temperature and top-p, q given that
-the proposals before it are the text. So steps of length n walk over a finished text as a Markov chain over the places
-where they start. Its expectation is computed, place by place, in place of one draw. A step that accepts all that is
-left of a text ends with it, or is cut by the maximum length, as in decoding.
+min(1, q(x) / p(x)), independently of the other positions: p is after temperature, top-k and top-p, q after temperature
+alone, given that the proposals before it are the text. So steps of length n walk over a finished text as a Markov chain
+over the places where they start. Its expectation is computed, place by place, in place of one draw. A step that accepts
+all that is left of a text ends with it, or is cut by the maximum length, as in decoding.
 
 Proposals with certainty, the likeliest token for instance, are accepted where they equal the text
 (`models.decoding.simulated`).
@@ -33,7 +33,7 @@ class SampledWalk:
     greedy: tuple[AcceptedCounts, ...]
     """The likeliest tokens."""
     drawn: tuple[ExpectedCounts, ...]
-    """Tokens drawn from its distribution, after the target's temperature and top-p."""
+    """Tokens drawn from its distribution, after the target's temperature."""
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """The reference speculative decoder: chains and trees, one text or several at once, greedy or sampled.
 
 The specification for engines; runs in benchmarks. Greedy text is token for token the target's own; sampled text follows
-the target's distribution after temperature and top-p (see `models.decoding.rejection`), in which the draft proposes by
-sampling from its own distribution after the same temperature and top-p.
+the target's distribution after temperature, top-k and top-p (see `models.decoding.rejection`). The draft proposes by
+sampling from its own distribution after the same temperature.
 """
 
 from collections.abc import Callable, Sequence
@@ -94,8 +94,8 @@ def decode_together(
 ) -> None:
     """Decode to the end: one target forward verifies a step of every conversation that is not over.
 
-    All have the same target, source, temperature and top-p. Each draws by its own generator. `choose`, where given,
-    names the lookahead of the next step of those that are going, instead of their own shapes.
+    All have the same target, source, temperature, top-k and top-p. Each draws by its own generator. `choose`, where
+    given, names the lookahead of the next step of those that are going, instead of their own shapes.
 
     Raises:
         Refusal: for a tree of a source that proposes chains only.

@@ -92,6 +92,8 @@ class Draft(torch.nn.Module):
     target_ids: Tensor
     """The vocabulary's."""
 
+    token_tables: Collection[str] = ("lm_head.weight", "embed_tokens.weight")
+    """Names of parameters that have a row for each token, if it has them: Muon leaves these to AdamW."""
     trained_share: float = 0.0
     """Share of the training steps done so far; training sets it, for losses with a schedule."""
     epoch: int = 0
@@ -199,7 +201,7 @@ class Draft(torch.nn.Module):
             own = text[rows + 1 + step]
             place = torch.searchsorted(ids, own).clamp(max=len(ids) - 1)
             known = (ids[place] == own) & (step < left)
-            drawn = sampling.distribution(logits).gather(-1, place.unsqueeze(-1)).squeeze(-1)
+            drawn = sampling.drafted(logits).gather(-1, place.unsqueeze(-1)).squeeze(-1)
             chances[:, step] = drawn * known
             likeliest[:, step] = known & (logits.argmax(-1) == place)
         return Along(chances, likeliest)

@@ -35,9 +35,10 @@ class Proposer(Protocol):
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         """Propose what the next step of these rows verifies; other rows keep their pending inputs.
 
-        All turns have the same temperature and top-p; each row draws from its own generator. Greedy turns get the most
-        likely tokens. In sampled trees, the siblings of a static tree are drawn without replacement after temperature
-        and top-p (recursive rejection sampling, arXiv 2402.14160), or the whole tree is proposed with certainty.
+        All turns have the same temperature, top-k and top-p; each row draws from its own generator (see
+        `Sampling.drafted`). Greedy turns get the most likely tokens. In sampled trees, the siblings of a static tree
+        are drawn without replacement (recursive rejection sampling, arXiv 2402.14160), or the whole tree is proposed
+        with certainty.
         """
         ...
 
@@ -172,7 +173,7 @@ class Along:
     """What a draft says of texts, from n of its positions, L tokens each; see `DrawingSource.along`."""
 
     chances: Tensor
-    """`[n, L]` float32: its probability of the text's token, after temperature and top-p; 0 beyond the text."""
+    """`[n, L]` float32: its probability of the text's token, see `Sampling.drafted`; 0 beyond the text."""
     likeliest: Tensor
     """`[n, L]` bool: the text's token is its most likely one."""
 
@@ -188,7 +189,7 @@ class DrawingSource(RolloutSource, Protocol):
             texts: all texts.
             lookahead: L, tokens from each position.
             rows: `[n]` int64, the wanted ones, ascending; proposals of a row begin after the token that follows it.
-            sampling: temperature and top-p of the probabilities; not greedy.
+            sampling: how the texts are sampled; not greedy.
 
         Returns:
             A row for each wanted one; column j is what follows if the j tokens of the text before it were proposed.
@@ -245,7 +246,7 @@ class Choice:
         if self._chances is None:
             found = logits.argmax(-1)
         else:
-            self._drawn_from.append(self.sampling.distribution(logits))
+            self._drawn_from.append(self.sampling.drafted(logits))
             found = draw_by(self._drawn_from[-1], self._chances[:, len(self._tokens)])
         self._tokens.append(self.target_ids[found])
         return self._tokens[-1]

@@ -66,6 +66,14 @@ class Sampling:
             likely = likely / likely.sum(-1, keepdim=True)
         return torch.zeros_like(probabilities).scatter(-1, tokens, likely)
 
+    def drafted(self, logits: Tensor) -> Tensor:
+        """What a draft with `logits` `[..., V]` proposes from: `[..., V]` float32, after temperature alone.
+
+        So do SGLang (0.5.23: DSpark, DFlash 2) and vLLM: top-k and top-p are the target's, which rejects what they
+        leave out. With a top-k of 1, a greedy request, SGLang proposes the likeliest token.
+        """
+        return replace(self, top_p=1.0, top_k=1 if self.top_k == 1 else 0).distribution(logits)
+
     def _likeliest(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities, which sum to 1, and tokens in descending order, at least all of every row's nucleus."""
         if self.top_k:

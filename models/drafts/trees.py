@@ -293,9 +293,9 @@ def likeliest_children(logits: Tensor, target_ids: Tensor, width: int) -> Candid
 def drawn_children(logits: Tensor, target_ids: Tensor, width: int, vocabulary: int, sampling: Sampling) -> Candidates:
     """Draw `width` different tokens for each row, one after the other: each from what the ones before it left.
 
-    Where the nucleus holds fewer tokens, there are fewer. Arguments as of `likeliest_children`; `vocabulary` is V.
+    Where fewer tokens have a probability, there are fewer. Arguments as of `likeliest_children`; `vocabulary` is V.
     """
-    left = sampling.distribution(logits)
+    left = sampling.drafted(logits)
     tokens, drawn_from = [], []
     for _ in range(min(width, logits.shape[-1])):
         mass = left.sum(-1, keepdim=True)

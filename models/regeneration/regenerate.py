@@ -22,8 +22,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from infra.files.atomic import replacing, sync_folder, write_atomically
+from infra.files.folders import private_mode
 from infra.files.lines import as_line, each_object, places_by
 from infra.files.locks import LockHeldError, hold
+from infra.files.private import keep_private, mark, mark_of
 from infra.files.run_folder import RunFolder
 from infra.processes.exit import run_main
 from infra.records.data_path import RegeneratedRecord, TargetRecord
@@ -39,6 +41,7 @@ from models.data.images import images_hash
 from models.data.media import as_text
 from models.data.outcomes import SHOWN_REFUSALS, check_refused
 from models.data.prepare import check_unchanged, tokenizer_hash
+from models.data.sources import private_since
 from models.data.tokenizer import read_tokenizer
 from models.progress_bars import bars
 from models.regeneration.engines import recipe_prompter, regeneration_settings, start_text_engine
@@ -64,6 +67,10 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     content = source_hash(source)
     file = cache_folder() / "regenerated" / f"{_key(run, content)}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
+    since = private_since(source)
+    if since is not None:
+        mark(mark_of(file), since)
+    mode = 0o666 if since is None else 0o666 & private_mode(file.parent)
     distinct = list(_distinct(run).values())
     check_unchanged(source, content)
     dialogues = _needed(run.config.data, distinct)
@@ -76,7 +83,7 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
         try:
             with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
                 if not is_there():
-                    _answer_all(run, dialogues, file)
+                    _answer_all(run, dialogues, file, mode)
         except LockHeldError as error:
             raise Refusal(f"another process has been regenerating {file} for a day: stop it") from error
     for path in (file, refused):
@@ -178,9 +185,10 @@ def _needed(data: DataConfig, dialogues: list[Dialogue]) -> list[Dialogue]:
     return asked
 
 
-def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> None:
-    """Write the answers of all dialogues in order; answers of a crashed process are kept."""
+def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path, mode: int) -> None:
+    """Write the answers of all dialogues in order, with the file mode `mode`; answers of a crashed process are kept."""
     part = file.with_suffix(".part")
+    part.touch(mode)
     places = places_by("asked", part)
     before, later = _divided(run, dialogues)
     unanswered = [dialogue for dialogue in before if dialogue.asked not in places]
@@ -206,7 +214,8 @@ def _answer_all(run: RunWithTarget, dialogues: list[Dialogue], file: Path) -> No
             places[dialogue.asked] = written.tell()
             written.write(as_line(_as_record(dialogue)).encode())
     # Refusals first: where the answers are, all is there.
-    with part.open("rb") as lines, replacing(file) as answers, replacing(file.with_suffix(REFUSED)) as refused:
+    refusals = file.with_suffix(REFUSED)
+    with part.open("rb") as lines, replacing(file, mode) as answers, replacing(refusals, mode) as refused:
         for dialogue in dialogues:
             lines.seek(places[dialogue.asked])
             line = lines.readline()
@@ -275,10 +284,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     folder = RunFolder(parser.parse_args().run.absolute())
-    record = kept_answers(folder)
+    config, record = read_config(folder.config), kept_answers(folder)
+    if (since := private_since(config.data.source)) is not None:
+        keep_private(folder.path, since)
     if record is None:
         with measured_use(folder, "inference"):
-            record = regenerate(RunWithTarget(folder, read_config(folder.config), TargetRecord.read(folder.target)))
+            record = regenerate(RunWithTarget(folder, config, TargetRecord.read(folder.target)))
     write_atomically(folder.regenerated, record)
     print(record.summary, flush=True)
 

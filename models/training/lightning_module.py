@@ -39,6 +39,8 @@ class DraftModule(lightning.LightningModule):
         }
         self.outcome: DraftLoss | None = None
         """Counts of the micro-batch just trained; None where there was nothing to train."""
+        self.gradient_norm = torch.zeros(())
+        """Scalar, of the step just done and of all ranks' gradients, before clipping."""
 
     def training_step(self, batch: MicroBatch, _index: int) -> Tensor:
         """The micro-batch's share of the step's loss.
@@ -87,7 +89,8 @@ class DraftModule(lightning.LightningModule):
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Lightning refuses fused optimizers under autocast for fear of scaled gradients; bfloat16 has no scaling."""
-        torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.settings.clip_norm)
+        self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def _schedule(self, step: int) -> float:
         """Linear warm-up, then a cosine down to `min_learning_rate_share`."""

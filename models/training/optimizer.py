@@ -18,12 +18,13 @@ def make_optimizer(draft: Draft, settings: TrainingConfig, dtype: torch.dtype) -
 
     `dtype`, the one of the training's arithmetic, is that of Muon's matrix products.
     """
-    trained = [parameter for parameter in draft.parameters() if parameter.requires_grad]
+    named = {name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad}
+    trained = list(named.values())
     rate, decay = settings.learning_rate, settings.weight_decay
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(trained, rate, settings.betas, weight_decay=decay, fused=True), trained
-    matrices = [parameter for parameter in trained if is_matrix(draft, parameter)]
-    others = [parameter for parameter in trained if not is_matrix(draft, parameter)]
+    matrices = [parameter for name, parameter in named.items() if _is_matrix(draft, name, parameter)]
+    others = [parameter for name, parameter in named.items() if not _is_matrix(draft, name, parameter)]
 
     def orthogonalise(update: Tensor) -> Tensor:
         whole = update.full_tensor() if isinstance(update, DTensor) else update
@@ -32,7 +33,6 @@ def make_optimizer(draft: Draft, settings: TrainingConfig, dtype: torch.dtype) -
     return MuonAndAdamW(matrices, others, rate, settings.betas, decay, orthogonalise), matrices + others
 
 
-def is_matrix(draft: Draft, parameter: Tensor) -> bool:
+def _is_matrix(draft: Draft, name: str, parameter: Tensor) -> bool:
     """Whether rows and columns are directions of hidden states: not of tables with a row for each token."""
-    tokens = {len(draft.vocabulary), draft.vocabulary.target_size}
-    return parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and parameter.shape[-2] not in tokens
+    return parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and name not in draft.token_tables

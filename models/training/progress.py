@@ -40,7 +40,8 @@ class ProgressWindow:
     opened: StreamTimes
     """The stream's times when the window opened."""
     sums: torch.Tensor
-    """`[2 * S + 1]` float64 on the training's device: positions accepted, positions tried, loss."""
+    """`[2 * S + 1]` float64 on the training's device: positions accepted, positions tried, loss (not a number where a
+    gradient is not finite)."""
     steps: int = 0
     tokens: int = 0
     started: float = field(default_factory=time.monotonic)
@@ -94,10 +95,17 @@ class ProgressReporter:
         self.totals["covered"] += outcome.covered
 
     def check_finite(self, step: int) -> None:
-        """Raise Refusal if a loss since the last progress line is not finite. Waits for the device."""
+        """Raise Refusal on all ranks if a loss or a gradient of any of them since the last progress line is not finite.
+
+        Waits for the device.
+        """
         _check_finite(float(self.window.sums[-1]), step - self.window.steps, step)
 
-    def step_done(self, tokens: int) -> None:
+    def step_done(self, tokens: int, gradient_norm: torch.Tensor) -> None:
+        """Count an optimizer step, whose gradients of all ranks had that norm."""
+        # A rank knows its own losses only, and a finite loss may have a gradient that is not: the norm is of all.
+        self.window.sums = self.window.sums.to(gradient_norm.device, non_blocking=True)
+        self.window.sums[-1] += gradient_norm * 0
         self.window.steps += 1
         self.window.tokens += tokens
         self.fetched += tokens
@@ -130,6 +138,7 @@ class ProgressReporter:
         )
         metrics = {
             "step": step,
+            "time": time.time(),  # seconds since 1970
             "total_steps": self.total_steps,
             "tokens": int(self.totals["tokens"]),
             "loss": self.loss,
@@ -161,9 +170,7 @@ class ProgressReporter:
 
     def _time_left(self, step: int) -> str:
         seconds = (self.total_steps - step) * self.totals["trained_s"] / step
-        if step == self.total_steps:
-            return ""
-        return f", {duration(seconds)} left"
+        return "" if step == self.total_steps else f", {duration(seconds)} left"
 
     def rates(self) -> SideRates:
         """Rates of the whole run so far; fetching since this trainer's start represents all of it."""
@@ -181,7 +188,7 @@ class ProgressReporter:
 def _check_finite(loss: float, before: int, step: int) -> None:
     if not math.isfinite(loss):
         raise Refusal(  # the same steps would give the same loss again
-            f"the loss of steps {before + 1} to {step} is not finite: start a new run with a lower "
+            f"the loss or its gradient in steps {before + 1} to {step} is not finite: start a new run with a lower "
             "training.learning_rate, or, if a device was at fault, resume this one, whose checkpoints are sound"
         )
 

@@ -141,7 +141,7 @@ class DraftTrainer(Callback):
             return
         self.step, settings = batch.step, self.run.config.training
         self.module.average(self.step)
-        self.progress.step_done(batch.step_tokens)
+        self.progress.step_done(batch.step_tokens, self.module.gradient_norm)
         if self.heldout.due(self.step):
             self.progress.check_finite(self.step)
             averaged = whole(self.module.averaged, wanted=self.control.rank == 0)

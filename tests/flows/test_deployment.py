@@ -28,6 +28,7 @@ from infra.records.data_path import RegeneratedRecord, TargetRecord
 from infra.run.recovery import ATTEMPTS, Recoveries, Recovery, newest_step
 from infra.tracking.runs import TrackedRun
 from models.config.recipe import as_recipe, load_recipe
+from tasks.deployments import folder_of
 from tasks.pools import occupy, only_training_of_its_draft
 from tasks.run import OpenRun
 
@@ -64,9 +65,10 @@ def submit(stack: Any) -> Callable[..., str]:
     """Submits a deployment with the tiny recipe and returns the flow run's id."""
 
     def create(name: str, run: str, *overrides: str) -> str:
-        config = load_recipe(ROOT / "recipes" / "tiny.yaml", list(overrides)).model_dump(mode="json")
+        config = load_recipe(ROOT / "recipes" / "tiny.yaml", list(overrides))
+        write_atomically(RunFolder(stack.runs / run).config, config)  # a name is that of a run to resume
         deployed = stack.get(f"deployments/name/{name}/{name}")
-        body = {"parameters": {"config": config, "run": run}}
+        body = {"parameters": {"config": config.model_dump(mode="json"), "run": run}}
         return stack.post(f"deployments/{deployed['id']}/create_flow_run", body)["id"]
 
     return create
@@ -264,7 +266,7 @@ def test_only_one_run_trains_a_draft_at_a_time(stack: Any, tmp_path: Path, monke
 
 def redeploy(stack: Any, folder: Path) -> None:
     ended = subprocess.run(
-        [sys.executable, "-m", "tasks.deployments", str(folder)], cwd=ROOT, env=stack.environment,
+        [sys.executable, "-m", "tasks.deployments", str(folder)], cwd=ROOT, env=stack.environment | {"PWD": "/"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -287,6 +289,7 @@ def test_what_the_operator_changed_survives_another_deployment(stack: Any, tmp_p
         watch = client.read_deployment_by_name("watch-traffic/watch-traffic")
         nightly = client.read_deployment_by_name("benchmark-champion/benchmark-champion")
         assert [(one.slug, one.active) for one in watch.schedules] == [("every-quarter-hour", True)]
+        assert folder_of(watch) == str(ROOT), "not the shell's folder, which `make -C` leaves in $PWD"
         assert [(one.slug, one.active) for one in nightly.schedules] == [("nightly", False)]
         assert nightly.paused
         assert nightly.global_concurrency_limit.limit == 3

@@ -9,6 +9,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.records.acceptance import GateEvidence, RegisteredDraft
 from infra.records.data_path import TargetRecord
@@ -79,7 +80,9 @@ def test_approved_proven_and_withdrawn(
     stack: Any, start: Callable[..., str], until: Callable[..., None], suite: Path, tiny_target: TargetRecord
 ) -> None:
     settings = [*SMALL, f'promotion.suites={{"fixed": "{suite}"}}']
-    config = load_recipe(ROOT / "recipes/tiny.yaml", settings).model_dump(mode="json")
+    recipe = load_recipe(ROOT / "recipes/tiny.yaml", settings)
+    write_atomically(RunFolder(stack.runs / "approved").config, recipe)  # a name is that of a run to resume
+    config = recipe.model_dump(mode="json")
     with stack.worker(), stack.worker("draftsmith-recovery"):
         completed(stack, start("retrain", config=config, run="approved"))
         evidence = GateEvidence.read(RunFolder(stack.runs / "approved").gate)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from infra.files.locks import hold
 from infra.refusal import Refusal
 from infra.run.recovery import ATTEMPTS
 from models.config.recipe import load_recipe
-from tasks.recovery import ENTRYPOINTS, look_at, start_again
+from tasks.deployments import schedule_interrupted
+from tasks.recovery import ENTRYPOINTS, SUBMISSION, look_at, start_again
 from tasks.run import HOST_LABEL, RUNS_LABEL, RunsPlace, open_run
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,17 @@ def test_a_silent_flow_without_a_process_is_dead(stack: Any, silent: str) -> Non
     assert state_of(stack, silent) == "CRASHED"
 
 
+def test_a_flow_run_is_dead_once_its_submission_takes_too_long(
+    stack: Any, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(stack, silent, "PENDING")
+    assert look_at(silent) is None
+    assert state_of(stack, silent) == "PENDING"
+    monkeypatch.setattr("tasks.recovery.SUBMISSION", timedelta())
+    assert look_at(silent) is not None
+    assert state_of(stack, silent) == "CRASHED"
+
+
 def test_a_flow_run_whose_run_is_kept_elsewhere_is_not_called_dead(
     stack: Any, silent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +101,20 @@ def test_a_flow_run_whose_run_is_kept_elsewhere_is_not_called_dead(
     with pytest.raises(Refusal, match=f"{elsewhere} on .*looks in {tmp_path / 'other'} on .*nothing was changed"):
         look_at(silent)
     assert state_of(stack, silent) == "RUNNING"
+
+
+@pytest.mark.parametrize("name", ["regenerate", "recover"])
+def test_what_was_being_submitted_when_the_workers_ended_is_submitted_again(stack: Any, silent: str, name: str) -> None:
+    deployed = stack.get(f"deployments/name/{name}/{name}")
+    body = {"parameters": {"flow_run": silent} if name == "recover" else deployed["parameters"]}
+    interrupted = stack.post(f"deployments/{deployed['id']}/create_flow_run", body)["id"]
+    pending = {"state": {"type": "PENDING"}}  # not by force, as a worker: it takes the deployment's concurrency slot
+    assert stack.post(f"flow_runs/{interrupted}/set_state", pending)["status"] == "ACCEPT"
+    with temporary_settings({PREFECT_API_URL: stack.api}):
+        assert schedule_interrupted() == [stack.get(f"flow_runs/{interrupted}")["name"]]
+    assert (state_of(stack, interrupted), state_of(stack, silent)) == ("SCHEDULED", "RUNNING")
+    assert stack.post(f"flow_runs/{interrupted}/set_state", pending)["state"]["name"] == "Pending", "the slot is free"
+    say(stack, interrupted, "CANCELLED")
 
 
 FOREIGN = """
@@ -125,7 +152,7 @@ def test_a_foreign_flow_of_the_same_name_is_left_alone(stack: Any, foreign: str,
 def test_only_runs_of_our_deployments_start_a_recovery() -> None:
     deployments = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
     wanted = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.draftsmith-resumable"}
-    assert [trigger["match_related"] for trigger in deployments["recover"]["triggers"]] == [wanted, wanted]
+    assert [trigger["match_related"] for trigger in deployments["recover"]["triggers"]] == [wanted] * 3
     tagged = {one["entrypoint"] for one in deployments.values() if "draftsmith-resumable" in one["tags"]}
     assert tagged == ENTRYPOINTS
 
@@ -151,7 +178,8 @@ def test_a_run_that_dies_before_it_has_a_folder_is_given_up_in_the_end(stack: An
 
 def test_flows_say_that_they_live_thrice_before_they_are_called_silent() -> None:
     deployments = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
-    (waits,) = (one for one in deployments["recover"]["triggers"] if one.get("posture") == "Proactive")
+    waits, submission = (one for one in deployments["recover"]["triggers"] if one.get("posture") == "Proactive")
+    assert timedelta(seconds=submission["within"]) > SUBMISSION
     for deployment in deployments.values():
         if "draftsmith-resumable" in deployment["tags"]:
             environment = deployment["work_pool"]["job_variables"]["env"]

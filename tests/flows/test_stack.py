@@ -19,6 +19,12 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
+
+from flows.command_line import app
+from infra.files.atomic import write_atomically
+from infra.files.locks import hold
+from infra.refusal import Refusal
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]
@@ -67,8 +73,10 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     draftsmith: Callable[..., Any], public_folder: Path, until: Callable[..., None]
 ) -> None:
     folder = public_folder / "runs" / ".stack"
+    write_atomically(folder / "up.log", "an earlier start\n")
     started = draftsmith("up", "--background")
     assert started.returncode == 0, started.stderr
+    assert (folder / "up.log").read_text().startswith("an earlier start\n")
     prefect, mlflow = (port_of(page, started.stdout) for page in ("Prefect", "MLflow"))
     assert_closed_to_strangers(f"http://127.0.0.1:{prefect}", f"http://127.0.0.1:{mlflow}")
     settings = {PREFECT_API_URL: f"http://127.0.0.1:{prefect}/api", PREFECT_API_AUTH_STRING: credential(folder)}
@@ -95,6 +103,18 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     assert draftsmith("down").stdout == "everything is down\n"
     until(lambda: not processes(folder), "for the last process")  # that had held the lock
     assert draftsmith("down").stdout == "nothing is up\n"
+
+
+def test_a_living_stack_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own output goes there: a second start is refused at once, without a process."""
+    folder = tmp_path / ".stack"
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    write_atomically(folder / "up.log", "everything is up\n")
+    write_atomically(folder / "addresses", "Prefect  http://127.0.0.1:1\n")
+    with hold(folder / "lock"), pytest.raises(Refusal, match=r"it is up already: Prefect  http://127\.0\.0\.1:1;"):
+        CliRunner().invoke(app, ["up", "--background"], catch_exceptions=False)
+    assert (folder / "up.log").read_text() == "everything is up\n"
 
 
 def credential(folder: Path) -> str:

@@ -84,6 +84,12 @@ def test_where_every_sample_is(run: RunFolder) -> None:
     assert "on their way" not in text, "nobody holds anything for a run that no process runs"
 
 
+def test_a_path_is_whole_in_a_narrow_terminal(run: RunFolder, tmp_path: Path) -> None:
+    folder = run.path.rename(tmp_path / f"tiny-{'x' * 90}")
+    result = CliRunner().invoke(app, ["status", str(folder)], env={"COLUMNS": "80"}, catch_exceptions=False)
+    assert str(folder) in re.sub(r"\s+", "", result.output)
+
+
 def test_after_training_nothing_is_on_its_way(run: RunFolder) -> None:
     run.training.write_text("{}")
     with hold(run.run_lock):

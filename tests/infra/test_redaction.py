@@ -38,7 +38,9 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
         ("hf://datasets/OWNER/NAME@main?config=C&split=S", "hf://datasets/OWNER/NAME@main?config=C&split=S"),
         ("https://example.org:8080/a", "https://example.org:8080/a"),
         ("OWNER/NAME@0123", "OWNER/NAME@0123"),
-        ("max_tokens=4 prompt_tokens=8", "max_tokens=4 prompt_tokens=8"),
+        ("https://a.example/c?apiKey=a&pass=b&code=c", "https://a.example/c?apiKey=***&pass=***&code=***"),
+        ("AccountName=x;AccountKey=ab==", "AccountName=x;AccountKey=***"),
+        ("host=db password='two words' user=me", "host=db password=*** user=me"),
         ({"ledger": {"url": "a://b:c@d"}, "ids": (1, None)}, {"ledger": {"url": "a://b:***@d"}, "ids": [1, None]}),
     ],
 )
@@ -46,6 +48,56 @@ def test_secrets_are_hidden_and_nothing_else(setting: object, shown: object) -> 
     assert redacted(setting) == shown
     if isinstance(setting, str):
         assert bool(re.search(NO_PASSWORD, setting)) == (shown == setting)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Authorization: Bearer hf_Ab1", "Authorization: ***"),
+        ('{"password": "two words", "user": "me"}', '{"password": ***, "user": "me"}'),
+        ("password: correct-horse\nuser: me", "password: ***\nuser: me"),
+        ("x-api-key:0123", "x-api-key:***"),
+        ("launch_server --api-key 0123 --port 1", "launch_server --api-key *** --port 1"),
+        ("['--admin-api-key', 'abc', '--port', '1']", "['--admin-api-key', ***, '--port', '1']"),
+        (f"token hf_{'aB3' * 11} is not valid", "token *** is not valid"),
+        (f"sent sk-proj-{'x1' * 20} and ghp_{'Zz9' * 12}", "sent *** and ***"),
+        ("AKIAIOSFODNN7EXAMPLE", "***"),
+        ("a Bearer abcdef0123", "a Bearer ***"),
+        (["--api-key", "ab", "--port", "1"], ["--api-key", "***", "--port", "1"]),
+        ({"env": {"HF_TOKEN": "ab", "HF_HOME": "cd"}}, {"env": {"HF_TOKEN": "***", "HF_HOME": "cd"}}),
+    ],
+)
+def test_secrets_are_hidden_however_they_are_written(text: object, shown: object) -> None:
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens=64 prompt_tokens=8 num_draft_tokens=4 tokens=3 token_ids=[1, 2]",
+        "tokens_per_s=5.5, tokens_per_s: 5.5, train/tokens_per_second=3, token_accuracy=0.5",
+        "num_key_value_heads=8 num_keys=4 key=value monkey=banana",
+        "the last token: 5, token: 5, tokens: 5; key: step, first token: international",
+        "add_special_tokens=False special_tokens=x eos_token=</s> pad_token=<pad> draft_token=5",
+        '{"eos_token": "</s>", "token": "the", "key": "a", "max_tokens": 64}',
+        "it asks for a password: set $PGPASSWORD, or write ~/.pgpass",
+        "holds a password or token, and a recipe is shown: leave it out",
+        "--speculative-num-draft-tokens 4 --skip-tokenizer-init --tokenizer-path x --max-tokens 5",
+        "forward_pass=0.5 passed=4 bypass=1 pass: 3 of 4",
+        "status_code=200, exit code=3",
+        "Bearer authentication failed",
+        "task-0123456789abcdef0123456789 sk-learn-is-an-ordinary-name hf_transfer",
+    ],
+)
+def test_other_words_stay(text: str) -> None:
+    assert redacted(text) == text
+    assert re.search(NO_PASSWORD, text.replace(" ", "_"))
+
+
+def test_a_recipe_without_secrets_is_shown_as_it_is() -> None:
+    for recipe in TINY.parent.glob("*.yaml"):
+        config = load_recipe(recipe).model_dump(mode="json")
+        assert redacted(config) == config
 
 
 # A secret that the rest of the address contains by chance could not be told from it: the marks make it unlike.
@@ -67,7 +119,9 @@ def test_no_password_is_shown(secret: str, text: str) -> None:
 @given(
     secrets,
     st.sampled_from(["password", "sslpassword", "X-Amz-Signature", "X-Amz-Security-Token", "sig", "Signature",
-                     "X-Goog-Signature", "token", "access_token", "api_key", "client_secret", "AWSAccessKeyId"]),
+                     "X-Goog-Signature", "token", "access_token", "api_key", "client_secret", "AWSAccessKeyId",
+                     "apikey", "apiKey", "accountkey", "SharedAccessKey", "key", "api_keys", "pass", "db_pass", "jwt",
+                     "credentials", "access_tokens", "code", "sas"]),
     whole,
 )  # fmt: skip
 def test_no_parameter_of_an_address_is_shown(secret: str, name: str, text: str) -> None:
@@ -94,6 +148,15 @@ def test_no_address_of_a_recipe_takes_a_secret(setting: str, address: str) -> No
         load_recipe(TINY, [f"{setting}={address}"])
     assert "secret" not in str(refused.value)
     assert "sec/ret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", ['"--api-key","se cret"', '"--admin-api-key=secret"', '"--ssl-keyfile-password","secret"']
+)
+def test_no_argument_of_a_server_takes_a_secret(given: str) -> None:
+    with pytest.raises(Refusal, match=r"arguments hold a secret .*--config with its path") as refused:
+        load_recipe(TINY, [f'generator.sglang.arguments=["--trust-remote-code",{given},"--port","1"]'])
+    assert "cret" not in str(refused.value).partition("hold a secret")[2]
 
 
 def test_forms_refuse_them_as_well() -> None:

@@ -61,7 +61,16 @@ def test_a_draft_that_sglang_does_not_serve_is_named_before_it_is_trained(change
     assert capsys.readouterr().out == said
 
 
+def test_a_scaling_of_positions_that_drafts_do_not_have_is_named(tmp_path, capsys):
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    run = run_of("LlamaForCausalLM", {"rope_parameters": rope}, ["generator.engine=transformers"], tmp_path)
+    capsys.readouterr()
+    check_settings(run)
+    assert "the target scales positions by dynamic, which drafts do not have" in capsys.readouterr().out
+
+
 WINDOW = {"sliding_window": 64}
+GEMMA4 = {"head_dim": 24, "global_head_dim": 24, "hidden_size_per_layer_input": 0}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +89,11 @@ WINDOW = {"sliding_window": 64}
             *("Qwen2ForCausalLM", {}, [DFLASH, "benchmark.lookahead=3"]),
             "serves no DFlash draft for the target's architecture Qwen2ForCausalLM .*: set draft.method=eagle3",
         ),
+        (
+            *("Gemma4ForCausalLM", GEMMA4, [DFLASH, "benchmark.lookahead=3"]),
+            r"DFlash .* Gemma4ForCausalLM \(its embedding scales rows, .*\): set draft.method=eagle3",
+        ),
+        ("Gemma4ForCausalLM", GEMMA4, [], None),
         (
             *("MistralForCausalLM", WINDOW, ["data.max_tokens=65"]),
             "MistralForCausalLM ignores the target's sliding window of 64 tokens, .*: set data.max_tokens to at most",

@@ -97,7 +97,7 @@ def untrained_length(run: PreparedRun) -> float:
     draft.start_from(head.head)
     heldout = run.open_samples("heldout")
     samples = ((heldout[i].tokens, heldout[i].loss_mask) for i in range(len(heldout)))
-    prompts = take_prompts(samples, 24, run.config.benchmark.prompt_tokens)
+    prompts = take_prompts(samples, 24, run.config.benchmark.prompt_tokens, "give more text")
     tokens = steps = 0
     for prompt, continuation in zip(prompts, continue_batch(target, prompts, 64, frozenset()), strict=True):
         aux = features(target, [*prompt, *continuation])

@@ -93,7 +93,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: BenchmarkResult
     monkeypatch.setenv("DRAFTSMITH_SHM", str(tmp_path / "shm"))
     (tmp_path / "shm").mkdir()
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    with disable_run_logger(), open_run(load_recipe(ROOT / "recipes" / "tiny.yaml"), "registered") as opened:
+    recipe = load_recipe(ROOT / "recipes" / "tiny.yaml")
+    with disable_run_logger(), open_run(recipe, "registered", create=True) as opened:
         opened.folder.export.mkdir()
         (opened.folder.export / "model.safetensors").write_text("weights")
         (opened.folder.export / "serving").mkdir()

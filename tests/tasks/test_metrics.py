@@ -88,6 +88,39 @@ def test_the_registry_is_not_asked_at_every_scrape(rows: list[DraftRow]) -> None
     assert len(asked) == 3
 
 
+def test_scrapes_do_not_pile_up_before_a_registry_that_hangs() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def slow() -> list[DraftRow]:
+        asked.set()
+        answered.wait()
+        return []
+
+    read_rows = kept(slow, wait_s=0.0)
+    first = threading.Thread(target=read_rows)
+    first.start()
+    assert asked.wait(120)
+    with pytest.raises(Refusal, match="still being read"):
+        read_rows()
+    answered.set()
+    first.join()
+    assert read_rows() == []
+
+
+def test_a_registry_that_fails_is_not_asked_at_every_scrape() -> None:
+    asked: list[int] = []
+
+    def fails() -> list[DraftRow]:
+        asked.append(1)
+        raise OSError("no route to host")
+
+    with serving_metrics("127.0.0.1", 0, fails) as address:
+        for place in ("/metrics", "/"):
+            answer = httpx.get(address + place, trust_env=False)
+            assert (answer.status_code, "no route to host" in answer.text) == (503, True)
+    assert len(asked) == 1
+
+
 def test_the_dashboard_asks_for_what_there_is() -> None:
     board = json.loads(DASHBOARD.read_text())
     asked = re.findall(rf"{PREFIX}\w+", json.dumps(board))

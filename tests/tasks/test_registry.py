@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft, RequestCounts
 from infra.records.data_path import TargetRecord, TrainingResult
 from infra.records.drafts import ExportRecord
 from infra.tracking.client import NOTE, connect
 from infra.tracking.registry import CHALLENGER, download
 from infra.tracking.runs import TrackedRun
-from tasks.registry import acceptance_table, register_draft, why_unwatchable
+from tasks.registry import acceptance_table, open_tracking, register_draft, tracked, why_unwatchable
 from tasks.run import OpenRun
 
 
@@ -89,3 +91,25 @@ def test_the_table_has_a_row_per_lookahead_and_no_champion_where_there_is_none(r
     assert table["draft, real decoding"] == [None, 3.5]
     assert table["prompt lookup"] == [1.5, 2.1]
     assert "champion" not in table
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_mlflow_that_is_away_at_the_end_hides_no_outcome(
+    run: OpenRun, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.registry.open_tracking", open_tracking.fn)  # without a Prefect server
+    database = Path(run.tracking_uri.removeprefix("sqlite:///"))
+
+    def body() -> str:
+        with tracked(run):
+            database.unlink()
+            database.mkdir()
+            if fails:
+                raise RuntimeError("generator 0 ended with 1")
+            return "promoted"
+
+    if fails:
+        with pytest.raises(RuntimeError, match="generator 0"):
+            body()
+    else:
+        assert body() == "promoted"

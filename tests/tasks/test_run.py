@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
@@ -20,6 +22,7 @@ from tasks.run import OpenRun, folder_of_flow_run, open_run
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
+WAIT_S = 60.0
 
 OWNER = """
 import sys, time
@@ -28,7 +31,7 @@ from prefect.logging import disable_run_logger
 from infra.processes.process import start
 from models.config.recipe import load_recipe
 from tasks.run import open_run
-with disable_run_logger(), open_run(load_recipe(Path("recipes/tiny.yaml")), "owned") as run:
+with disable_run_logger(), open_run(load_recipe(Path("recipes/tiny.yaml")), "owned", create=True) as run:
     (run.owner.folders[0] / "objects").mkdir()
     start("sleeper", ["sleep", "600"], run.owner)
     print("open", flush=True)
@@ -148,15 +151,51 @@ def test_a_run_folder_appears_with_its_configuration(
 
 
 def test_of_two_that_open_a_run_one_says_so(config: RunConfig) -> None:
-    with open_run(config, "same"):
+    with open_run(config, "same", create=True):
         with pytest.raises(ValueError, match="run same is owned by another process"), open_run(config, "same"):
             pass
     with open_run(config, "same"):
         pass
 
 
+@pytest.mark.parametrize("name", ["mistyped", ".stack", "mlflow-artifacts", "x" * 300])
+def test_a_name_without_a_run_starts_none(name: str, config: RunConfig, places: Path) -> None:
+    for other in (".stack", "mlflow-artifacts"):
+        (places / "runs" / other).mkdir(parents=True)
+    with pytest.raises(Refusal, match=f"no run {name[:200]}: neither a run folder's path nor"), open_run(config, name):
+        pass
+    assert list((places / "runs").rglob("*config.json")) == []
+
+
+def test_a_flow_run_that_is_resumed_waits_for_its_first_process(
+    config: RunConfig, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect's Suspend acts at the end of a step, and its Resume starts a second process at once."""
+    waits, opened = threading.Event(), list[str]()
+    monkeypatch.setattr("tasks.run.get_run_logger", lambda: SimpleNamespace(info=lambda *_said: waits.set()))
+    with open_run(config, "suspended", create=True):
+        pass
+    in_flow_run(2, monkeypatch)
+
+    def resume() -> None:
+        with open_run(config, "suspended") as again:
+            opened.append(again.folder.name)
+
+    second = threading.Thread(target=resume, daemon=True)
+    with open_run(config, "suspended"):
+        waits.clear()
+        second.start()
+        assert waits.wait(WAIT_S)
+        assert opened == []
+        in_flow_run(3, monkeypatch)
+        with pytest.raises(Refusal, match="is owned by another process"), open_run(config, "suspended"):
+            pass
+    second.join(WAIT_S)
+    assert opened == ["suspended"]
+
+
 def test_a_run_that_failed_keeps_the_reason_until_it_is_opened_again(config: RunConfig) -> None:
-    with pytest.raises(Refusal), open_run(config, "lost") as opened:
+    with pytest.raises(Refusal), open_run(config, "lost", create=True) as opened:
         raise Refusal("no text at s3://me:secret@host/x: check the address")
     assert opened.folder.failure.read_text() == "no text at s3://me:***@host/x: check the address\n"
     with open_run(config, "lost"):
@@ -171,12 +210,12 @@ def test_an_error_is_not_hidden_where_nothing_can_be_written(config: RunConfig) 
         opened.folder.failure.mkdir()
         raise Refusal("the error itself")
 
-    with pytest.raises(Refusal, match="the error itself"), open_run(config, "full") as opened:
+    with pytest.raises(Refusal, match="the error itself"), open_run(config, "full", create=True) as opened:
         fail(opened)
 
 
 def test_a_run_keeps_its_configuration(config: RunConfig) -> None:
-    with open_run(config, "same"):
+    with open_run(config, "same", create=True):
         pass
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ValueError, match="belongs to another configuration"), open_run(other, "same"):
@@ -199,7 +238,7 @@ def test_a_killed_owners_run_can_be_opened_and_its_memory_is_gone(config: RunCon
 
 def test_objects_that_do_not_fit_shared_memory_stay_in_the_run_folder(config: RunConfig) -> None:
     huge = config.model_copy(update={"transport": config.transport.model_copy(update={"budget_mib": 2**40})})
-    with open_run(huge, "huge") as run:
+    with open_run(huge, "huge", create=True) as run:
         assert run.owner.folders == ()
     assert run.folder.path.is_dir()
 

@@ -3,6 +3,7 @@
 `python -m models.capture.sglang.model_class ARCHITECTURE` there prints a `ModelClass` as JSON.
 """
 
+import inspect
 import os
 import subprocess
 import sys
@@ -32,6 +33,9 @@ class ModelClass(Record):
     """Whether it gives an EAGLE-3 draft its embedding and head."""
     captures_blocks: bool = False
     """Whether it does so for DFlash drafts."""
+    scales_embeddings: bool = False
+    """Whether its embedding multiplies the rows that it looks up, for a block draft too, which is trained on the rows
+    themselves."""
     has_windows: bool = False
     """Whether its attention can have sliding windows."""
 
@@ -61,8 +65,25 @@ def _describe(architecture: str) -> ModelClass:
         captures=hasattr(kind, "set_eagle3_layers_to_capture"),
         shares_tables=hasattr(kind, "get_embed_and_head"),
         captures_blocks=hasattr(kind, "set_dflash_layers_to_capture"),
+        scales_embeddings=_scales_embeddings(kind),
         has_windows=hasattr(kind, "get_attention_sliding_window_size"),
     )
+
+
+def _scales_embeddings(kind: type) -> bool:
+    """Whether the class or a part of it is written beside an embedding with a scale, as Gemma's are."""
+    from torch import nn
+
+    own = vars(sys.modules[kind.__module__]).values()
+    parts = {one.__module__ for one in own if isinstance(one, type) and issubclass(one, nn.Module)}
+    near = (one for module in parts for one in vars(sys.modules[module]).values() if isinstance(one, type))
+    return any(issubclass(one, nn.Module) and _is_scaled_table(one) for one in near)
+
+
+def _is_scaled_table(kind: type) -> bool:
+    """Whether a module is a table of embeddings that is built with `embed_scale`."""
+    given = inspect.signature(kind).parameters
+    return "embed_scale" in given and "embedding_dim" in given
 
 
 if __name__ == "__main__":

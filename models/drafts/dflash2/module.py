@@ -45,6 +45,7 @@ class DFlash2Draft(BlockDraft):
 
     config: DFlash2Config
     engine_class = "DFlash2DraftModel"
+    token_tables = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
     def __init__(
         self, config: DFlash2Config, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]

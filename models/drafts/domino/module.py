@@ -61,6 +61,7 @@ class DominoDraft(BlockDraft):
 
     config: DominoConfig
     engine_class = "DFlashDraftModel"
+    token_tables = ("embed_proj.2.weight",)
 
     def __init__(
         self, config: DominoConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]

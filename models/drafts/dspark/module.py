@@ -25,6 +25,7 @@ class DSparkDraft(BlockDraft):
 
     config: DSparkConfig
     engine_class = "Qwen3DSparkModel"
+    token_tables = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
     def __init__(
         self, config: DSparkConfig, embedding: Tensor, vocabulary: DraftVocabulary, aux_layer_ids: Sequence[int]

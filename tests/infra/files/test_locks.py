@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from infra.files.locks import LockHeldError, hold, hold_among_users, own_folder, sweep
+from infra.refusal import Refusal
 
 HOLDER = """
 import sys, time
@@ -39,6 +40,27 @@ def test_an_owned_folder_is_kept_from_sweeps_and_goes_with_its_owner(tmp_path: P
             pass
         assert (tmp_path / "draftsmith-a" / "objects").is_dir()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_somebody_else_took_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /dev/shm any user can make what a run will want."""
+    place, other = tmp_path / "draftsmith-a", tmp_path / "other"
+    other.mkdir()
+    place.symlink_to(other)
+    with (
+        pytest.raises(Refusal, match=r"draftsmith-a is a link or a file of user \d+.*DRAFTSMITH_SHM"),
+        own_folder(place),
+    ):
+        pass
+    place.unlink()
+    place.mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
+    with pytest.raises(Refusal, match=r"draftsmith-a is a folder of user \d+.*DRAFTSMITH_SHM"), own_folder(place):
+        pass
+    tmp_path.chmod(0o2770)  # shared among a group, whose members continue each other's runs
+    with own_folder(place):
+        pass
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_what_a_killed_owner_left_is_swept_and_nothing_else(tmp_path: Path) -> None:

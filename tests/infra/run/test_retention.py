@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infra.files.locks import hold
+from infra.files.private import keep_private
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleSlot
@@ -44,8 +45,8 @@ def test_the_newest_finished_runs_of_each_recipe_stay(runs: Path) -> None:
     for day in range(5):
         make(runs, f"a-{day}", day, "report.json", "metrics.jsonl", recipe="a")
     make(runs, "b-9", 9, "report.json", recipe="b")
-    assert names(old_runs(runs, 2, 30)) == {"a-2", "a-3", "a-4"}
-    assert old_runs(runs, 5, 30) == []
+    assert names(old_runs(runs, 2, 30, 60)) == {"a-2", "a-3", "a-4"}
+    assert old_runs(runs, 5, 30, 60) == []
 
 
 def test_a_damaged_recipe_keeps_no_other_run(runs: Path) -> None:
@@ -54,7 +55,7 @@ def test_a_damaged_recipe_keeps_no_other_run(runs: Path) -> None:
     damaged.config.write_bytes(b"")
     for path in (damaged.config, damaged.path):
         os.utime(path, (0, 0))
-    assert names(old_runs(runs, 2, 30)) == {"damaged", "old"}
+    assert names(old_runs(runs, 2, 30, 60)) == {"damaged", "old"}
     assert remove(damaged)
     assert not damaged.path.exists()
 
@@ -63,7 +64,7 @@ def test_an_unfinished_run_can_be_gone_on_with_for_a_while(runs: Path) -> None:
     make(runs, "young", 29, "metrics.jsonl", "ledger.sqlite")
     make(runs, "old", 31, "metrics.jsonl", "ledger.sqlite", "benchmark.json")
     (runs / "drift").mkdir()
-    assert names(old_runs(runs, 0, 30)) == {"old"}
+    assert names(old_runs(runs, 0, 30, 60)) == {"old"}
 
 
 def test_a_run_that_trains_nothing_is_finished_with_what_it_was_made_for(runs: Path) -> None:
@@ -80,7 +81,13 @@ def test_what_users_wrote_goes_when_the_recipe_says(runs: Path) -> None:
     make(runs, "unfinished", 8, "live.jsonl", "metrics.jsonl", **learned)
     make(runs, "waiting", 8, "target.json", **learned)
     make(runs, "other", 8, "report.json", generator={"live": None})
-    assert names(old_runs(runs, 5, 30)) == {"old", "unfinished"}
+    assert names(old_runs(runs, 5, 30, 60)) == {"old", "unfinished"}
+
+
+def test_a_run_on_old_prompts_of_users_goes_with_them(runs: Path) -> None:
+    for name, days in (("old", 61), ("young", 59)):
+        keep_private(make(runs, name, 0, "report.json").path, time.time() - days * 86_400)
+    assert names(old_runs(runs, 5, 30, 60)) == {"old"}
 
 
 def test_what_somebody_runs_stays_and_an_interrupted_removal_is_finished(runs: Path) -> None:
@@ -102,7 +109,7 @@ def test_a_run_of_somebody_else_stops_no_clean_up_and_is_named(
     theirs = make(runs, "theirs", 31, "metrics.jsonl")
     theirs.logs.mkdir()
     monkeypatch.setattr("os.access", lambda path, _mode: Path(path) != theirs.logs)
-    assert names(old_runs(runs, 0, 30)) == {"mine"}
+    assert names(old_runs(runs, 0, 30, 60)) == {"mine"}
     theirs.path.rename(runs / ".removed-theirs")
     monkeypatch.setattr("os.access", lambda path, _mode: "theirs" not in str(path))
     remove_rest(runs)
@@ -148,3 +155,5 @@ def test_a_shared_ledger_of_another_version_stops_the_removal_of_its_own_runs_al
     (error,) = errors
     assert "run first stays" in error
     assert "made by another version of Draftsmith" in error
+    assert remove_all([first]) == ([], [])  # told once: it will not change by itself
+    assert names(old_runs(runs, 0, 5, 60)) == {"first"}, "and it is as old as before"

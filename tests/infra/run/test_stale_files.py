@@ -8,6 +8,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from infra.files.cached_folder import build_once
+from infra.files.locks import hold
+from infra.files.private import keep_private, mark, mark_of
 from infra.processes.process import Owner, start
 from infra.run.retention import bound_logs, remove_old_prompts, remove_unused_cache
 
@@ -50,8 +52,38 @@ def test_old_prompts_of_users_go_and_the_record_stays(tmp_path: Path) -> None:
     old, new, record = (folder / name for name in ("prompts-1.jsonl", "prompts-2.jsonl", "prompts.json"))
     for file, days in ((old, 61), (new, 59), (record, 99)):
         make_old(file.touch() or file, days)
-    assert remove_old_prompts(tmp_path, 60) == [old]
+    assert remove_old_prompts(tmp_path, tmp_path / "cache", 60) == [old]
     assert sorted(folder.iterdir()) == [new, record]
+
+
+def test_what_was_made_of_old_prompts_goes_with_them_however_recently_it_was_used(tmp_path: Path) -> None:
+    old, young = (time.time() - days * 86_400 for days in (61, 59))
+    made = {"samples/old": old, "sources/old": old, "samples/young": young, "samples/others": None}
+    for name, since in made.items():
+        build_once(tmp_path / name, lambda aside: (aside / "data").write_text("x") and None, private_since=since)
+    for killed in (tmp_path / "samples" / ".old.parts", tmp_path / "samples" / ".other.building"):
+        killed.mkdir()
+        keep_private(killed, old)
+    answers = tmp_path / "regenerated"
+    answers.mkdir()
+    for name, since in (("old", old), ("held", old), ("young", young)):
+        mark(mark_of(answers / f"{name}.jsonl"), since)
+        for suffix in ("jsonl", "refused.jsonl", "part"):
+            (answers / f"{name}.{suffix}").touch()
+    with hold(answers / "held.lock"):  # being generated
+        gone = remove_old_prompts(tmp_path / "drift", tmp_path, 60)
+    shown = sorted(str(path.relative_to(tmp_path)) for path in gone)
+    assert shown == [
+        "regenerated/old.jsonl",
+        "samples/.old.parts",
+        "samples/.other.building",
+        "samples/old",
+        "sources/old",
+    ]
+    assert {path.name for path in (tmp_path / "samples").iterdir() if path.suffix != ".lock"} == {"young", "others"}
+    assert not list(answers.glob("old.*"))
+    assert len(list(answers.glob("young.*"))) == 4
+    assert remove_old_prompts(tmp_path / "drift", tmp_path, 60) == [answers / "held.jsonl"]
 
 
 def test_a_log_is_cut_while_its_process_writes_and_is_read(tmp_path: Path) -> None:

@@ -1,7 +1,11 @@
 """The S3 server of a stack, killed in the middle of an upload."""
 
 import os
+import re
 import signal
+import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +18,7 @@ import psutil
 import pytest
 
 from infra.processes.process import Owner
-from infra.servers.s3 import S3Server
+from infra.servers.s3 import PARTS, S3Server
 
 pytestmark = pytest.mark.slow
 SIZE = 96 * 2**20
@@ -87,10 +91,31 @@ def test_strangers_and_other_machines_stay_out(server: S3Server) -> None:
     assert (server.folder / "access.json").stat().st_mode & 0o077 == 0
 
 
+def speak_without_certificate(port: int) -> bytes:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])  # gRPC's
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as plain, context.wrap_socket(plain) as secured:
+        return secured.recv(1)
+
+
+def file_id(server: S3Server, path: str) -> str:
+    """The name in its volume of a file's first piece, which the stack's user may ask."""
+    master, filer = (
+        f"127.0.0.1:{server.access.ports[part]}.{server.access.ports[f'{part}-grpc']}" for part in ("master", "filer")
+    )
+    shell = [*program(server).cmdline()[:2], "shell", f"-master={master}", f"-filer={filer}"]
+    said = subprocess.run(shell, input=f"fs.meta.cat {path}\n", capture_output=True, text=True, timeout=240, check=True)
+    found = re.search(r'"fileId":\s*"(.*?)"', said.stdout)
+    assert found, said.stdout
+    return found[1]
+
+
 def test_objects_are_not_reached_around_s3(server: S3Server, files: Any) -> None:
     """Any user, or a page in a browser, could ask the servers that S3 stands before."""
     files.mkdir("bucket")
     files.pipe_file("bucket/weights", b"good")
+    files.pipe_file("bucket/large", b"good" * 10_000)
     filer, master = (f"http://127.0.0.1:{server.access.ports[part]}" for part in ("filer", "master"))
     asked = [
         httpx.get(f"{filer}/buckets/bucket/"),
@@ -102,6 +127,14 @@ def test_objects_are_not_reached_around_s3(server: S3Server, files: Any) -> None
     ]
     assert {answer.status_code for answer in asked} == {404}
     assert files.cat("bucket/weights") == b"good"
+    for part in PARTS:
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+            speak_without_certificate(server.access.ports[f"{part}-grpc"])
+    volume = f"http://127.0.0.1:{server.access.ports['volume']}/{file_id(server, '/buckets/bucket/large')}"
+    asked = [httpx.get(volume), httpx.put(volume, files={"file": b"evil"}), httpx.delete(volume)]
+    assert {answer.status_code for answer in asked} == {401}
+    assert files.cat("bucket/large") == b"good" * 10_000
+    assert {path.stat().st_mode & 0o077 for path in server.folder.glob("*.*")} == {0}
 
 
 def test_more_is_kept_than_a_few_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ be loaded, {"frozen": true} for one whose server takes no other weights. With {"
 number in the tensor `length`, so that a swap changes it. The text is the target's, whatever the draft. Like SGLang it
 drains after SIGTERM: its health is 503, and it ends when no request is left. It has no counters without
 --enable-metrics, and with --api-key it tells nothing without the key. While there is a file FULL its queue is full.
+With --ssl-certfile it speaks TLS; the file holds the key, too.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import pickle
 import random
 import signal
+import ssl
 import struct
 import threading
 import time
@@ -58,6 +60,10 @@ class StandIn(ThreadingHTTPServer):
         self.draining = False
         self.lock = threading.Lock()
         super().__init__(("127.0.0.1", options.port), Answers)
+        if options.ssl_certfile:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(options.ssl_certfile)
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
 
     def info(self) -> dict[str, Any]:
         speculation = {"speculative_num_draft_tokens": LOOKAHEAD + 1, "speculative_eagle_topk": 1}
@@ -172,6 +178,7 @@ def main() -> None:
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--api-key")
     parser.add_argument("--full", type=Path)
+    parser.add_argument("--ssl-certfile")
     parser.add_argument("--tokenizer-worker-num", type=int, default=1)
     options, _ = parser.parse_known_args()
     worth: dict[str, Any] = {"length": 1.0}

@@ -106,7 +106,7 @@ def decide(new: float, old: float, seed: int) -> Verdict:
     theirs, ours = draft(seed, old, 20, 100), draft(seed + 10_000, new, 20, 100)
     for looks in range(1, 21):
         trial = Trial(version=2, compared_since=0.0, new=ours[:looks], old=theirs[:looks])
-        verdict = judge(trial, config, 1.0, comparable=True)
+        verdict = judge(trial, config, comparable=True)
         if verdict.outcome != "wait":
             break
     return verdict
@@ -128,12 +128,11 @@ def test_a_small_loss_is_no_reason() -> None:
 
 
 def test_without_traffic_the_decision_falls_after_the_wait() -> None:
-    trial = Trial(version=2, compared_since=100.0)
     config = CanaryConfig(wait_s=50.0)
-    assert judge(trial, config, 149.0, comparable=True).outcome == "wait"
-    assert judge(trial, config, 150.0, comparable=True).outcome == "held"
-    assert judge(trial, config, 149.0, comparable=False).outcome == "wait"
-    assert judge(trial, config, 150.0, comparable=False).outcome == "held"
+    soon, late = (Trial(version=2, compared_since=100.0, compared_s=seconds) for seconds in (49.0, 50.0))
+    for comparable in (True, False):
+        assert judge(soon, config, comparable).outcome == "wait"
+        assert judge(late, config, comparable).outcome == "held"
 
 
 def test_pairs_cancel_what_prompts_have_in_common() -> None:

@@ -145,3 +145,33 @@ def test_a_server_that_does_not_let_in_is_refused_at_once(
             check_answers(f"http://{place}")
         with pytest.raises(Refusal, match=why):
             check_writable(f"http://{place}", "draftsmith", "draft-x", datasets=True)
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("sqlite://runs/x.db", "names no file .*sqlite:////folder/name.db"),
+        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///", "names no file"),
+        ("http:/host", "names no host: correct tracking.uri"),
+        ("http://:5000", "names no host"),
+        ("postgresql://me:secret@host/mlflow", r"begin it with postgresql\+psycopg://"),
+        ("mysql://me@host/mlflow", "of no kind that works here"),
+        ("databricks", "of no kind that works here"),
+        ("127.0.0.1:5000", "of no kind that works here"),
+        ("mlruns", "of no kind that works here"),
+    ],
+)
+def test_a_mistyped_address_is_refused_with_the_remedy(address: str, why: str) -> None:
+    for asked in (check_answers, connect):
+        with pytest.raises(Refusal, match=why) as refused:
+            asked(address)
+        assert "secret" not in str(refused.value)
+
+
+def test_an_address_may_have_blanks_around_it_and_capitals_in_its_scheme(tmp_path: Path) -> None:
+    address = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert connect(f" SQLite{address.removeprefix('sqlite')}\n").tracking_uri == address
+    with guarded_server(answers=LoginPage) as place, pytest.raises(Refusal, match="is no MLflow server"):
+        check_answers(f" HTTP://{place}")
+    check_answers("postgresql+psycopg://me:secret@127.0.0.1:9/mlflow")

@@ -156,6 +156,14 @@ def test_experiments_do_not_share_data_sets(uri: str, tmp_path: Path, monkeypatc
     assert remove_old_datasets(uri, ["test"], private_days=60) == 0
     assert remove_old_datasets(uri, ["theirs"], private_days=60) == 1
     assert kept(uri) == {samples.dataset_hash}
+    # In one SQLite file all experiments have their artifacts in the same folder.
+    address = named(uri, TrackedRun.read(tmp_path / "test.json"))["docs"][2]
+    back = mlflow.artifacts.download_artifacts(artifact_uri=address, dst_path=str(tmp_path / "back"))
+    assert Path(back).read_bytes().startswith(b"train.safetensors of")
+    connect(uri).delete_run(TrackedRun.read(tmp_path / "test.json").run_id)
+    assert remove_old_datasets(uri, ["test"], private_days=60) == 1
+    with pytest.raises(Exception, match=r"(?i)no such|not exist|not found|404"):
+        mlflow.artifacts.download_artifacts(artifact_uri=address, dst_path=str(tmp_path / "again"))
 
 
 def test_an_empty_registry_has_nothing_to_remove(tmp_path: Path) -> None:

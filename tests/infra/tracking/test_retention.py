@@ -12,7 +12,13 @@ import pytest
 from infra.tracking import registry, runs
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
-from infra.tracking.retention import empty_trash, note_experiment, noted_experiments, remove_old_tracking
+from infra.tracking.retention import (
+    empty_trash,
+    end_gone_runs,
+    note_experiment,
+    noted_experiments,
+    remove_old_tracking,
+)
 from infra.tracking.runs import TrackedRun
 
 NAME = "draft-test"
@@ -150,6 +156,35 @@ def test_a_run_that_is_going_on_and_a_stranger_s_run_stay(tmp_path: Path, databa
     assert remove_old_tracking(uri, EXPERIMENTS, keep_runs=0, keep_checkpoints=0)[0] == 0
     stages = {connect(uri).get_run(run.run_id).info.lifecycle_stage for run in (running, stranger)}
     assert stages == {"active"}
+
+
+def test_a_run_that_can_be_resumed_stays(tmp_path: Path, database: Path) -> None:
+    uri = f"sqlite:///{database}"
+    for number in range(3):
+        make_run(tmp_path, uri, number)
+    unfinished = {TrackedRun.read(tmp_path / "test-1" / "tracking.json").run_id}
+    assert remove_old_tracking(uri, EXPERIMENTS, keep_runs=0, keep_checkpoints=0, resumable=unfinished) == (1, 2)
+    assert kept_checkpoints(tmp_path, 1) == {10, 20}
+    assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {2, 3}
+
+
+def test_a_run_whose_folder_is_gone_from_this_machine_has_ended(tmp_path: Path, database: Path) -> None:
+    uri, client = f"sqlite:///{database}", connect(f"sqlite:///{database}")
+    ours = {"mlflow.source.name": "draftsmith retrain x"}
+    places = {
+        "gone": {runs.HOST: "here", runs.FOLDER: str(tmp_path / "gone")},
+        "there": {runs.HOST: "here", runs.FOLDER: str(tmp_path)},
+        "elsewhere": {runs.HOST: "other", runs.FOLDER: str(tmp_path / "gone")},
+        "not-mounted": {runs.HOST: "here", runs.FOLDER: str(tmp_path / "unmounted" / "gone")},
+        "unknown": {},
+    }
+    for name, place in places.items():
+        runs.start_run(tmp_path / f"{name}.json", uri, "test", name, {}, ours | place)
+    assert end_gone_runs(uri, EXPERIMENTS, "here") == 1
+    experiment = client.get_experiment_by_name("test")
+    assert experiment
+    ended = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}
+    assert ended == {name: "KILLED" if name == "gone" else "RUNNING" for name in places}
 
 
 def test_runs_of_another_team_are_not_counted_and_their_experiments_not_touched(tmp_path: Path, database: Path) -> None:

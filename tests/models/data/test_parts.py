@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from infra.files.private import MARK
 from models.config.data import DataConfig
 from models.data.conversations import Document, Message
 from models.data.outcomes import Outcome, PreparationCounts, read_outcomes, write_outcomes
@@ -61,7 +62,9 @@ def test_processes_make_what_one_makes_and_finished_parts_are_kept(
     assert len(files) == -(-len(DOCUMENTS) // 16)
     kept = {file: file.stat().st_mtime_ns for file in files}
     files[2].unlink()
-    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected)
+    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts, private_since=1e6)), expected)
+    assert parts.stat().st_mode & 0o077 == 0
+    assert (parts / MARK).stat().st_mtime == 1e6
     assert [file for file in kept if file.stat().st_mtime_ns != kept[file]] == [files[2]]
 
 

@@ -17,11 +17,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from infra.files.private import MARK
 from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data import sources
 from models.data.conversations import read_documents, source_hash, source_revision, training_documents
-from models.data.sources import find_source
+from models.data.sources import find_source, private_since
 
 RECORDS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "yes"}]}
@@ -121,6 +122,20 @@ def test_folders_without_text_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     fsspec.filesystem("memory").pipe_file("/nothing/notes.md", b"about")
     with pytest.raises(ValueError, match="holds no file of a known kind"):
         source_hash("memory://nothing")
+
+
+def test_a_copy_of_users_prompts_is_as_private_and_as_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    files = fsspec.filesystem("memory")
+    files.pipe({"/drift/prompts-0123.jsonl": b'{"text": "one"}\n', "/drift/other.jsonl": b'{"text": "two"}\n'})
+    sampled, other = "memory://drift/prompts-0123.jsonl", "memory://drift/other.jsonl"
+    (copy,), (public,) = (find_source(source).files for source in (sampled, other))
+    assert copy.path.parent.stat().st_mode & 0o077 == 0
+    mark = copy.path.parent / MARK
+    assert mark.stat().st_mtime == pytest.approx(files.modified("/drift/prompts-0123.jsonl").timestamp())
+    assert mark.stat().st_mtime == private_since(sampled)
+    assert not (public.path.parent / MARK).exists()
+    assert private_since(other) is None
 
 
 @pytest.mark.parametrize("name", ["../../outside.jsonl", "a/../../outside.jsonl"])

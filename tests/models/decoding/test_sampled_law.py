@@ -123,7 +123,7 @@ class Disagreeing(TextByText):
         before, here = (torch.full((512,), token) for token in last)
         tokens, drawn_from = [], []
         for _ in range(lookahead):
-            q = sampling.distribution(self.logits[before, here])
+            q = sampling.drafted(self.logits[before, here])
             before, here = here, self.ids[sampling.draw(q)]
             tokens.append(here)
             drawn_from.append(q.new_zeros(512, VOCABULARY).index_copy(1, self.ids, q))
@@ -194,7 +194,7 @@ class Certain(Disagreeing):
     """Proposes the likeliest token, as a source without a distribution."""
 
     def chains(self, last, lookahead, sampling):
-        tokens, probabilities = zip(*super().chains(last, lookahead, Sampling(1.0, 1e-9)), strict=True)
+        tokens, probabilities = zip(*super().chains(last, lookahead, Sampling(1e-6)), strict=True)
         assert all(rows.max() == 1 for rows in probabilities)
         return zip(tokens, [None] * len(tokens), strict=True)
 

@@ -128,7 +128,7 @@ def test_a_static_tree_leaves_out_what_has_no_candidate():
 
 
 def test_siblings_are_drawn_without_replacement():
-    """Stated distributions are those that earlier siblings leave; a nucleus of two has no third child."""
+    """Stated distributions are those that earlier siblings leave; of two possible tokens there is no third child."""
     logits = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(20_000, -1)
     ids = torch.tensor([1, 4, 6])
     sampling = Sampling(1.0, generator=torch.Generator().manual_seed(1))
@@ -141,7 +141,8 @@ def test_siblings_are_drawn_without_replacement():
     assert bool((third.max(-1).values == 1).all())
     share = (found.tokens[found.tokens[:, 0] == 4][:, 1] == 1).double().mean()
     assert abs(share - 5 / 7) < 0.03
-    narrow = drawn_children(logits[:50], ids, 3, 8, Sampling(1.0, 0.7, torch.Generator().manual_seed(1)))
+    two = logits[:50] + torch.tensor([0.0, 0.0, -torch.inf])
+    narrow = drawn_children(two, ids, 3, 8, Sampling(1.0, generator=torch.Generator().manual_seed(1)))
     assert bool((narrow.tokens[:, 2] == NO_PROPOSAL).all())
     assert bool((narrow.tokens[:, :2].sort(-1).values == torch.tensor([1, 4])).all())
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import TargetRecord
 from infra.records.goodput import ConfidenceFit, CostFit, GoodputTable, MeasuredGoodput, TreeGoodput
+from infra.serving.versions import check_arguments
 from infra.sglang.command import sglang_python
 from models.config.dflash import DFlashConfig
 from models.config.draft import parse_draft_config
@@ -244,6 +245,24 @@ def test_every_way_to_serve_says_what_follows_from_the_target(tmp_path):
     for arguments in (told["arguments"], told["adaptive_arguments"], told["trees"][0]["arguments"]):
         assert " ".join([*UNQUANTIZED_DRAFT, *DRAFT_ATTENTION]) in " ".join(arguments)
         assert "--quantization" not in arguments, "the target's own is in the server's command"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "dflash", "dflash2", "dspark", "domino"])
+def test_servers_that_follow_take_every_argument_that_an_export_writes(method):
+    """Those of a version from the registry are checked, and others refused."""
+    shape = SHAPE | ({"layer_types": ["sliding_attention"], "sliding_window": 8} if method == "eagle3" else {})
+    config = parse_draft_config({"method": method, **shape} | ({"family": "mimo"} if method == "mtp" else {}))
+    always = [*UNQUANTIZED_DRAFT, *DRAFT_ATTENTION, *config.dtype_arguments("float16")]
+    at = {"depth": 4, "topk": 2, "tokens": 7, "tokens_per_step": 3.0, "step_s": 1.0}
+    trees = (TreeGoodput(batch=1, tokens_per_s=3.0, without=2.5, **at),) if method in ("eagle3", "mtp") else ()
+    rates = (0.6,) * config.lookaheads(7)[-1]
+    found = measured(table(config.lookaheads(7), rates=rates)).model_copy(update={"trees": trees})
+    told = sglang(found, config, always)
+    written = [told["arguments"], *(tree["arguments"] for tree in told["trees"]), told["adaptive_arguments"] or []]
+    assert [*map(bool, written[:-1])] == [True] * (1 + len(trees))
+    assert bool(written[-1]) == config.adaptive
+    for arguments in written:
+        assert check_arguments(arguments, "1") == tuple(arguments)
 
 
 def test_a_draft_without_predicted_goodput_is_served_too(tmp_path):

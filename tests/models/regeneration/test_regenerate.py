@@ -1,6 +1,7 @@
 """On-policy text: what the target answers, once for each question, whatever dies in between."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from infra.files.atomic import write_atomically
+from infra.files.private import MARK, mark_of
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import RegeneratedRecord, SamplesRecord, TargetRecord
 from models.config.recipe import load_recipe
@@ -21,7 +23,7 @@ from models.data.conversations import read_documents
 from models.data.prepare import prepare_samples
 from models.data.sample_set import SampleSet
 from models.decoding.plain import continue_greedily
-from models.regeneration.regenerate import _key, regenerate
+from models.regeneration.regenerate import REFUSED, _key, regenerate
 from models.run import RunWithTarget
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
@@ -315,9 +317,14 @@ def test_sglang_answers_the_same(task_of: Callable[..., RunWithTarget]) -> None:
     assert tokens_of(served) == tokens_of(plain)
 
 
-def test_samples_are_made_of_the_answers(task_of: Callable[..., RunWithTarget], start: Callable[..., Any]) -> None:
+def test_samples_are_made_of_the_answers_and_private_where_the_prompts_were(
+    task_of: Callable[..., RunWithTarget], start: Callable[..., Any], tmp_path: Path
+) -> None:
     prompts = [conversation(f"{number} {QUESTIONS[number % 4]}", "Nobody says this.") for number in range(40)]
-    task = task_of(prompts, "benchmark.prompts=2")
+    sampled = tmp_path / "prompts-0123.jsonl"  # of request logs
+    task = task_of(prompts, "benchmark.prompts=2", f"data.source={sampled}")
+    (tmp_path / "prompts.jsonl").rename(sampled)
+    os.utime(sampled, (1e6, 1e6))
     record = regenerate(task)
     write_atomically(task.folder.regenerated, record)
     process = start("models.data.prepare", task.folder)
@@ -329,3 +336,8 @@ def test_samples_are_made_of_the_answers(task_of: Callable[..., RunWithTarget], 
     sides = [SampleSet.open(Path(samples.path), split) for split in ("train", "heldout")]
     trained = [(sample.tokens.tolist(), sample.loss_mask.tolist()) for side in sides for sample in side]
     assert sorted(trained) == sorted(part for parts in tokens_of(record) for part in parts)
+    answered = Path(record.path)
+    private = (answered, answered.with_suffix(REFUSED), Path(samples.path), task.folder.path)
+    assert [path for path in private if path.stat().st_mode & 0o077] == []
+    marks = (mark_of(answered), Path(samples.path) / MARK, task.folder.path / MARK)
+    assert [mark.stat().st_mtime for mark in marks] == [1e6] * 3

@@ -28,27 +28,29 @@ def outcome(loss: float) -> DraftLoss:
 
 def test_micro_batches_are_counted_without_a_wait(progress: ProgressReporter) -> None:
     with emulated_device() as traffic:
-        given = [outcome(0.5) for _ in range(4)]
+        given, norm = [outcome(0.5) for _ in range(4)], torch.tensor(7.0, device=DEVICE)
         traffic.clear()
         for one in given:
             progress.add(one)
+        progress.step_done(100, norm)
         assert not traffic.to_host
         assert traffic.waits.total() == 0
-        progress.step_done(100)
         progress.report(1, 0.1)
         assert len(traffic.to_host) == 1
     assert (progress.loss, progress.acceptance) == (2.0, [0.75, 1 / 3])
     assert (progress.totals["supervised"], progress.totals["covered"]) == (20, 16)
 
 
-def test_a_loss_that_is_not_finite_is_noticed_before_anything_is_kept(
-    run: PreparedRun, progress: ProgressReporter
+@pytest.mark.parametrize(("loss", "norm"), [(float("nan"), 1.0), (1.0, float("nan")), (1.0, float("inf"))])
+def test_a_step_that_is_not_finite_is_noticed_before_anything_is_kept(
+    run: PreparedRun, progress: ProgressReporter, loss: float, norm: float
 ) -> None:
-    """Also where a later loss of the same progress line is finite."""
+    """Also where a later step of the same progress line is finite, and where only another rank's loss is not: the
+    norm is of all ranks' gradients."""
     with emulated_device():
-        for loss in (1.0, float("nan"), 1.0):
-            progress.add(outcome(loss))
-            progress.step_done(100)
+        for one, other in ((1.0, 1.0), (loss, norm), (1.0, 1.0)):
+            progress.add(outcome(one))
+            progress.step_done(100, torch.tensor(other, device=DEVICE))
         for check in (lambda: progress.check_finite(3), lambda: progress.report(3, 0.1)):
             # A refusal, because the same steps would give the same loss after a restart.
             with pytest.raises(Refusal, match=r"steps 1 to 3 is not finite: start .* lower training\.learning_rate"):

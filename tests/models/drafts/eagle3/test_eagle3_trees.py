@@ -104,7 +104,7 @@ def test_sampled_trees_state_what_siblings_were_drawn_from(sequence, aux, alone)
     assert stated is not None
     for node, path in enumerate(paths):
         expected = torch.zeros(TARGET_VOCABULARY)
-        expected[draft.target_ids] = sampling.distribution(after(draft, sequence, aux, path[:-1]))
+        expected[draft.target_ids] = sampling.drafted(after(draft, sequence, aux, path[:-1]))
         expected[[each[-1] for each in paths[:node] if each[:-1] == path[:-1]]] = 0
         assert torch.allclose(stated[node], expected / expected.sum(), atol=1e-5)
         assert stated[node, path[-1]] > 0
