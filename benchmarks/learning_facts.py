@@ -37,7 +37,10 @@ def mtp(result: Json) -> Iterable[tuple[str, str]]:
         ", ".join(f"{shown} {lengths[name]:.3f}" for name, shown in names.items()),
     )
     for name, shown in names.items():
-        yield f"its acceptance by position, {shown}", " / ".join(f"{rate:.3f}" for rate in rates[name])
+        yield (
+            f"acceptance by position of the tiny target's MTP layer, {shown}",
+            " / ".join(f"{rate:.3f}" for rate in rates[name]),
+        )
 
 
 def optimizers(result: Json) -> Iterable[tuple[str, str, Json]]:

@@ -33,8 +33,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TITLE = """# Results
 
 Everything here was measured on CPUs; nothing was measured on a GPU. `python benchmarks/results_page.py` writes this
-page from the files of `benchmarks/results/`, each of which holds the conditions in full, seeds included. Repeat a
-measurement with the script named.
+page from the files of `benchmarks/results/`, which hold further conditions. Repeat a measurement with the script
+named.
 
 Conditions are the processor's cores, its model where the file names it, the day, and the commit that was measured;
 `-dirty` means that files differed from that commit. "unknown commit" means that the file names none, or one that

@@ -210,7 +210,9 @@ def _reconcile(name: str) -> None:
         if error.error_code != "PERMISSION_DENIED":
             raise
         print(
-            f"{name}: a change is to be completed, by somebody who may write it; you may only read it", file=sys.stderr
+            f"{name}: a change is incomplete; you may only read the registry, so somebody who may write to it must "
+            "complete it",
+            file=sys.stderr,
         )
         return
     if waiting:

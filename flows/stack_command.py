@@ -178,7 +178,7 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
         command += [option, str(port)] if port else []
     command += ["--take-over"] if take_over else []
     try:
-        with hold(folder / "lock"):
+        with hold(folder / "lock", wait_s=GONE_S):  # the supervisors of a killed one still hold it
             pass
     except LockHeldError:
         raise _up_already(folder) from None

@@ -214,7 +214,7 @@ def _decided(uri: str, draft: str, version: int) -> str:
     if not decisions or decisions[-1].outcome == "promoted":
         return "does not serve any more" if decisions else "does not serve"
     last = decisions[-1]
-    return f"{last.outcome} by {last.by}" + (f": {last.reason}" if last.reason else "")
+    return last.outcome + (f" by {last.by}" if last.by else "") + (f": {last.reason}" if last.reason else "")
 
 
 def _samples(ledger: "Ledger", folder: RunFolder, owned: bool) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,8 @@ _NAME = (
     rf"|[\w.%-]*(?:[_-]{_any_case('key')}|[a-z0-9]Key)|[\w.%-]*{_KIND_OF_KEY}"
     rf"|[\w-]*[kK][eE][yY]_?[iI][dD]|{_PASS}|{_TOKEN})"
 )
-_PARAMETER = rf"""(?:(?<![^?&;#,\s"'(\[{{]){_NAME}|(?<=[?&]){_IN_QUERIES})="""
+_ANY_TOKEN = rf"[\w.%-]*{_any_case('token')}(?![sS]=)[\w.%-]*"
+_PARAMETER = rf"""(?:(?<![^?&;#,\s"'(\[{{]){_NAME}|(?<=[?&])(?:{_IN_QUERIES}|{_ANY_TOKEN}))="""
 _USER = r"[^/?#@:\s]*"
 _HAS_USER_NAMES = r"(?:postgres|mysql|mariadb|mssql|oracle|ssh|sftp|ftp|smb|hdfs)"
 _QUOTED = r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
@@ -50,7 +51,7 @@ _QUOTED = r"""(?:"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')"""
 PASSWORD = re.compile(
     rf"(?P<user>://{_USER}:)\S*(?=@)"
     rf"|(?P<scheme>(?<![\w+.-])(?!{_HAS_USER_NAMES})[a-z][\w+.-]*://)[^/?#:\s]+(?=@)"
-    rf"|(?P<name>{_PARAMETER})(?:{_QUOTED}|[^&#\s]+)"
+    rf"|(?P<name>{_PARAMETER})(?=[^&#\s])(?:{_QUOTED})?[^&#\s]*"
 )
 NO_PASSWORD = (
     rf"^(?![\s\S]*(?:://{_USER}:\S*@"
@@ -66,16 +67,18 @@ _SURE = (
 """Names before a colon or a blank: fewer than before `=`, because prose has them (`the last token: 5`)."""
 _WRITTEN = re.compile(
     # A header, with or without its scheme.
-    rf"""(?P<header>(?<![\w-])(?:{_any_case("proxy-")})?{_any_case("authorization")}["']?\s*[:=]\s*["']?)"""
+    rf"""(?P<header>(?<![\w-])(?:{_any_case("proxy-")})?{_any_case("authorization")}["']?[ \t]*[:=][ \t]*["']?)"""
     r"""(?:(?:Bearer|Basic|Token|bearer|basic|token)\s+)?[^\s"',]+"""
     # JSON and YAML; of words in prose (`without a password: set one`) the value is not the last one of its line.
-    rf"""|(?P<field>(?<![\w.-]){_SURE}["']?\s*:\s*)(?:{_QUOTED}|(?![\[{{])[^\s"',;}}]*(?:\d[^\s"',;}}]*|(?=\s*(?:[,;}}]|$))))"""
+    rf"""|(?P<field>(?<![\w.-]){_SURE}["']?[ \t]*:[ \t]*)"""
+    rf"""(?:{_QUOTED}|(?![\s\[{{"',;}}])[^\s"',;}}]*(?:\d[^\s"',;}}]*|(?=\s*(?:[,;}}]|$))))"""
     rf"""|(?P<json>["'](?:{_any_case("token")}|{_any_case("key")})["']\s*:\s*)["'][\w.~+/=-]{{16,}}["']"""
     rf"""|(?P<option>(?<![\w-])--(?:{_SURE}|{_TOKEN})(?:["'],)?\s+)(?!-)(?:{_QUOTED}|[^\s"',]+)""",
     re.MULTILINE,
 )
 _SHAPES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)[A-Za-z0-9_-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}\b|gh[pousr]_[A-Za-z0-9]{20,}"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|(?<![/-])sk-(?=[\w-]*\d)(?:(?:admin|ant|proj|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{35}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"
 )

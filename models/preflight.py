@@ -236,9 +236,10 @@ def _check_axes(config: RunConfig, target: Path) -> None:
 
 def _tell_of_scaling(config: RunConfig, target: Path) -> None:
     """Print that the draft lacks its target's scaling of positions, of a kind that drafts do not have."""
-    rope = read_model_config(target).get_text_config().rope_parameters or {}
-    kind = rope.get("full_attention", rope).get("rope_type", "default")  # by layer type (Gemma 3)
-    if kind not in ("default", *OF_TYPE) and getattr(config.draft, "rope_scaling", kind) is None:
+    rope = getattr(read_model_config(target).get_text_config(), "rope_parameters", None) or {}
+    kind = (rope.get("full_attention", rope) or {}).get("rope_type", "default")  # by layer type (Gemma 3)
+    # `proportional` turns a part of each head's dimensions (Gemma 4), and stretches nothing.
+    if kind not in ("default", "proportional", *OF_TYPE) and getattr(config.draft, "rope_scaling", kind) is None:
         print(
             f"the target scales positions by {kind}, which drafts do not have: this one's are not scaled, so texts "
             "longer than the target's original context may be predicted worse; draft.rope_scaling sets another kind",

@@ -1,6 +1,5 @@
 """Tracks a run in MLflow and registers its draft with figures and evidence."""
 
-import platform
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from uuid import UUID
@@ -27,10 +26,10 @@ from infra.tracking import registry
 from infra.tracking.client import NOTE, REGISTRY_ERRORS
 from infra.tracking.datasets import evaluation_set, log_samples, log_suites
 from infra.tracking.permissions import check_writable
-from infra.tracking.retention import note_experiment
+from infra.tracking.retention import identity, note_experiment
 from infra.tracking.runs import (
     FOLDER,
-    HOST,
+    RUNS,
     TrackedRun,
     end_run,
     log_benchmark,
@@ -256,8 +255,8 @@ def open_tracking(run: OpenRun) -> TrackedRun:
         "target": run.config.target.name,
         "git_sha": git_sha(),
         "hardware": hardware(),
-        HOST: platform.node(),
-        FOLDER: str(run.folder.path.absolute()),
+        RUNS: identity(runs_folder()),
+        FOLDER: run.folder.name,
         **versions(),
         "mlflow.user": user_name(),
         "mlflow.source.name": f"draftsmith retrain {run.folder.name}",

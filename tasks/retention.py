@@ -1,6 +1,5 @@
 """Removes what grows while schedules run: old runs, unused cache, prompts, logs, shared memory."""
 
-import platform
 from contextlib import suppress
 
 from prefect import get_run_logger
@@ -24,7 +23,7 @@ from infra.tracking.runs import TrackedRun
 from tasks.side_effects import side_effect
 
 MIB = 2**20
-LOGS = ("*/logs/*.log", ".stack/logs/*.log", "drift/*/logs/*.log")
+LOGS = ("*/logs/*.log", ".stack/up.log", ".stack/logs/*.log", "drift/*/logs/*.log")
 
 
 @side_effect("remove old prompts", retries=1)
@@ -46,7 +45,7 @@ def remove_datasets(prompt_days: float) -> int:
 def remove_tracked_runs(keep_runs: int, keep_checkpoints: int) -> int:
     """How many runs were removed from MLflow, with their versions and artifacts. None that can be resumed here is."""
     uri, experiments = tracking_uri(), noted_experiments(runs_folder())
-    if ended := end_gone_runs(uri, experiments, platform.node()):
+    if ended := end_gone_runs(uri, experiments, runs_folder()):
         get_run_logger().info("ended in MLflow: %d runs whose folders are gone", ended)
     runs, checkpoints = remove_old_tracking(uri, experiments, keep_runs, keep_checkpoints, resumable_runs())
     get_run_logger().info("removed from MLflow: %d runs, %d checkpoints", runs, checkpoints)

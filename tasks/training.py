@@ -40,12 +40,11 @@ def follow_trainer(run: OpenRun, pool: Pool, generators: Generators, store: Sequ
     settings, logger = run.config.training, get_run_logger()
     machines, address = run.config.pools.training_machines, machine_address(run.config.transport.address)
     trainer = start_trainer(pool, run.folder, settings.ranks, settings.threads, machines, address)
-    with closing(trainer), run.open_ledger() as ledger:
-        max_quarantined, shown = run.config.ledger.max_quarantined, ShownTraining(run)
+    with closing(trainer), run.open_ledger() as ledger, ShownTraining(run) as shown:
+        max_quarantined = run.config.ledger.max_quarantined
         checks = [RunWatch(ledger, 2 * run.config.stall_s, max_quarantined).check, shown.catch_up]
         follow(trainer, generators, logger.info, logger.warning, checks, store)
         check_quarantined(ledger, max_quarantined)  # a short run ends before anybody has looked
-        shown.finish()
 
 
 @side_effect("start generators", retries=0)

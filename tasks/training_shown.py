@@ -1,9 +1,11 @@
-"""What others see of a training on its way: a progress bar in Prefect, curves in MLflow."""
+"""What others see of a training on its way: curves in MLflow, a progress bar in Prefect."""
 
 import time
 from contextvars import copy_context
 from pathlib import Path
 from threading import Thread
+from types import TracebackType
+from typing import Self
 
 from httpx import HTTPError
 from prefect import get_run_logger
@@ -16,13 +18,15 @@ from tasks.run import OpenRun
 from tasks.side_effects import artifact_key
 
 EVERY_S = 15.0
-LAST_S = 30.0
+LAST_S, FAILED_S = 15.0, 2.0
+"""How long the end waits for what is being shown, after a training that ended well and one that did not."""
 
 
 class ShownTraining:
     """Shows a training, from a thread: a server that hangs must not hold up whoever watches the run's processes.
 
-    It is a convenience: a server that is away must not cost the training.
+    It is a convenience: a server that is away must not cost the training. What stays behind is logged to MLflow by
+    a later task.
     """
 
     def __init__(self, run: OpenRun):
@@ -34,18 +38,17 @@ class ShownTraining:
         if time.monotonic() - self._begun >= EVERY_S and not self._showing.is_alive():
             self._begin()
 
-    def finish(self) -> None:
-        """Show the rest, for half a minute at most; the flow logs what stays behind to MLflow once more."""
-        deadline = time.monotonic() + LAST_S
-        if self._begun:
-            self._showing.join(LAST_S)
-        if not self._showing.is_alive():
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        """Show the rest of a training that ended well."""
+        deadline = time.monotonic() + (LAST_S if kind is None else FAILED_S)
+        if self._showing.is_alive():
+            self._showing.join(deadline - time.monotonic())
+        if kind is None and not self._showing.is_alive():
             self._begin()
             self._showing.join(max(0.0, deadline - time.monotonic()))
-        if self._showing.is_alive():
-            get_run_logger().warning(
-                "Prefect or MLflow does not answer: they do not show the training's last steps yet"
-            )
 
     def _begin(self) -> None:
         self._begun = time.monotonic()
@@ -55,10 +58,13 @@ class ShownTraining:
     def _show(self) -> None:
         metrics = self._run.folder.metrics
         try:
-            self._advance(metrics)
             log_new_metrics(self._run.tracking_record, metrics)
+            self._advance(metrics)
         except (*REGISTRY_ERRORS, HTTPError) as error:
+            self._bar = None  # it may have been deleted
             get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
+        except RuntimeError as error:  # Prefect's client was closed, because the training has ended
+            print(f"{self._run.folder.name}: its progress is not shown to the end: {error}", flush=True)
 
     def _advance(self, metrics: Path) -> None:
         last = last_object(metrics) or {"step": 0, "total_steps": 1}

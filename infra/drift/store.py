@@ -13,8 +13,8 @@ import fsspec
 from infra.drift.traffic import DAY_S, TrafficRecord
 from infra.files.atomic import write_atomically
 
-PROMPTS = "prompts-*.jsonl"
-"""Names of samples of users' prompts."""
+PROMPTS = f"prompts-{'[0-9a-f]' * 12}.jsonl"
+"""Names of samples of users' prompts: other files may be called `prompts-math.jsonl`."""
 PRIVATE, SHARED = 0o600, 0o640
 
 

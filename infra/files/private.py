@@ -19,7 +19,8 @@ def keep_private(folder: Path, since: float) -> None:
     mode = stat.S_IMODE(folder.stat().st_mode)
     closed = mode & ~(0o777 ^ private_mode(folder.parent))
     if closed != mode:
-        folder.chmod(closed)
+        with suppress(PermissionError):  # another user's of the same group, whose run is resumed
+            folder.chmod(closed)
     mark(folder / MARK, since)
 
 

@@ -116,7 +116,7 @@ class RunFolder:
 def no_run(run: str, runs: Path) -> Refusal:
     """The refusal of a run that is not among these."""
     return Refusal(
-        f"no run {run:.200}: neither a run folder's path nor a name below {runs}; "
+        f"no run {run:.200}: neither a run folder's path nor a name below {runs}, or it is closed to you; "
         "`clean-up` removes old runs, whose reports are in MLflow"
     )
 

@@ -12,11 +12,15 @@ from infra.network.health import is_loopback
 from infra.settings import sglang_api_key
 
 
+class CertificateFileError(httpx.ConnectError):
+    """The certificates of $SSL_CERT_FILE cannot be read."""
+
+
 def open_client(url: str, timeout: httpx.Timeout | float, direct: bool = False) -> httpx.Client:
     """A client of the server at `url`, with $DRAFTSMITH_SGLANG_API_KEY and the certificates of $SSL_CERT_FILE.
 
     No proxy of the environment stands in front of a loopback address, nor of any where `direct`. Raises
-    httpx.ConnectError where the certificates cannot be read.
+    CertificateFileError where the address is one of https and the certificates cannot be read.
     """
     key = sglang_api_key()
     return httpx.Client(
@@ -25,7 +29,8 @@ def open_client(url: str, timeout: httpx.Timeout | float, direct: bool = False) 
         timeout=timeout,
         # A connection for every request: one that idled may be closed by the server just as the next request leaves.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-        verify=_trusted(),
+        # Over http none is needed; should TLS be spoken after all, the empty context trusts nobody.
+        verify=_trusted() if urlsplit(url).scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         trust_env=not (direct or is_loopback(url)),
     )
 
@@ -43,7 +48,7 @@ def _trusted() -> ssl.SSLContext:
         stat = Path(paths.cafile).stat() if paths.cafile else None
         return _read_trusted(paths, stat and (stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except OSError as error:
-        raise httpx.ConnectError(f"the certificates of $SSL_CERT_FILE cannot be read: {error}") from error
+        raise CertificateFileError(f"the certificates of $SSL_CERT_FILE cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=1)

@@ -342,8 +342,8 @@ class BenchmarkResult(Record):
     sampled_drawn: Acceptance | None = None
     """The same of proposals that are drawn from the draft's distribution: expectations given the text."""
     sampled_reference: Acceptance | None = None
-    """Real decoding at that temperature and top-p of the first conversations, at one lookahead, with proposals as
-    `conditions.proposals` says. Each conversation holds another text than the walk's. None: not measured."""
+    """Real decoding by that temperature, top-k and top-p of the first conversations, at one lookahead, with proposals
+    as `conditions.proposals` says. Each conversation holds another text than the walk's. None: not measured."""
     sampled_deviation: float | None = None
     """Standard errors by which `sampled_reference` lies above the walk on the same prompts."""
     prompt_lookup: Acceptance

@@ -117,10 +117,10 @@ def remove_all(folders: Iterable[RunFolder]) -> tuple[list[str], list[str]]:
                 gone.append(folder.name)
         except (Refusal, SQLAlchemyError) as error:
             why = f"run {folder.name} stays, because its rows cannot be removed: {error}"
-            if _is_news(folder, why):
-                errors.append(why)
-            else:
+            if isinstance(error, Refusal) and not _is_news(folder, why):
                 print(why, flush=True)
+            else:
+                errors.append(why)
     return gone, errors
 
 
@@ -129,9 +129,10 @@ def _is_news(folder: RunFolder, why: str) -> bool:
     note, age = folder.path / "stays.txt", folder.path.stat()
     if note.is_file() and note.read_text() == why:
         return False
-    note.write_text(why)
-    for path in (note, folder.path):  # the run is as old as before
-        os.utime(path, ns=(age.st_atime_ns, age.st_mtime_ns))
+    with suppress(PermissionError):  # another user's of the same group
+        note.write_text(why)
+        for path in (note, folder.path):  # the run is as old as before
+            os.utime(path, ns=(age.st_atime_ns, age.st_mtime_ns))
     return True
 
 
@@ -169,7 +170,7 @@ def _remove_cached(folder: Path, dated: Path, days: float) -> bool:
             aside = folder.with_name(f".{folder.name}.removed")
             folder.rename(aside)
             shutil.rmtree(aside)
-    except Timeout:
+    except (Timeout, PermissionError):  # in use, or another user's of the same group
         return False
     return True
 
@@ -185,7 +186,8 @@ def remove_old_prompts(drift: Path, cache: Path, days: float) -> list[Path]:
         with suppress(LockHeldError), hold(mark.with_suffix(".lock")):
             # The mark goes last: an interrupted removal is finished by the next one.
             for file in sorted(mark.parent.glob(f"{mark.stem}.*"), key=lambda file: file == mark):
-                file.unlink(missing_ok=True)
+                if file.suffix != ".lock":
+                    file.unlink(missing_ok=True)
             removed.append(mark.with_suffix(".jsonl"))
     return removed
 

@@ -17,11 +17,9 @@ from infra.processes.process import Owner, Process, start
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.local import ANSWER_S, GRACE_S, START_S, wait_for_answer
-from infra.servers.s3_security import write_security
+from infra.servers.s3_security import PARTS, write_security
 
 VOLUME_MIB = 1024
-PARTS = ("master", "volume", "filer", "s3")
-"""SeaweedFS is four servers in one process, each with a port for HTTP and one for gRPC."""
 
 
 class S3Access(Record):

@@ -1,5 +1,6 @@
 """Why a server gave no report: by its own fault, or by that of something between it and the follower."""
 
+import errno
 import json
 import socket
 import ssl
@@ -11,11 +12,12 @@ from typing import Literal
 import httpx
 
 from infra.network.health import public
-from infra.network.http import is_proxied
+from infra.network.http import CertificateFileError, is_proxied
 from infra.refusal import first_line
 
 GATEWAYS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
 """SGLang answers neither; what stands in front of a server does."""
+NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 BREAKS = (httpx.TimeoutException, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """The connection was made, or nobody took it, and no answer came."""
 
@@ -25,14 +27,19 @@ class ReportFailure:
     """A server without a report."""
 
     kind: Literal["refused", "failing", "unreachable"]
-    """`refused`: nothing listens at its port. `failing`: it hangs, breaks off, or /health says that it is unhealthy.
+    """`refused`: nothing listens at its port, or its host is gone. `failing`: it hangs, breaks off, or
+    /health says that it is unhealthy.
     `unreachable`: the answer, or its absence, says nothing about the server."""
     words: str
     """For people; with the remedy where it is unreachable."""
 
 
-def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str) -> ReportFailure:
-    """What an error of `ServerClient.report` says about the server at `url`."""
+def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str, has_restart: bool) -> ReportFailure:
+    """What an error of `ServerClient.report` says about the server at `url`.
+
+    Where `has_restart`, another supervisor runs the server, perhaps in a container or on a host that has stopped: a
+    name that is not found, or a host without a route, counts as a refused port.
+    """
     causes, words = [*_causes(error)], first_line(error)
 
     def has(kind: type[Exception]) -> bool:
@@ -40,16 +47,20 @@ def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str) -> Rep
 
     if isinstance(error, httpx.HTTPStatusError):
         return _read_status(error.response, url)
+    breaks = isinstance(error, BREAKS) or has(ssl.SSLEOFError)
     obstacles = (
         (has(json.JSONDecodeError), "its pages are not SGLang's, give the server's own address"),
-        (has(ssl.SSLError), "renew its certificate, or put that of its authority into $SSL_CERT_FILE"),
-        (has(socket.gaierror), "see to the resolution of names, or give an address in numbers"),
+        (has(CertificateFileError), "put back the file, with certificates in PEM, or unset $SSL_CERT_FILE"),
+        (has(ssl.SSLError) and not breaks, "renew its certificate, or put that of its authority into $SSL_CERT_FILE"),
         (is_proxied(url), "a proxy of the environment is asked, name the server's host in $NO_PROXY"),
+        (has(socket.gaierror) and not has_restart, "see to the resolution of names, or give an address in numbers"),
     )
     remedy = next((remedy for stands, remedy in obstacles if stands), None)
-    if remedy is None and has(ConnectionRefusedError):
+    numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
+    is_gone = has_restart and (has(socket.gaierror) or not numbers.isdisjoint(NO_ROUTE))
+    if remedy is None and (is_gone or has(ConnectionRefusedError)):
         return ReportFailure("refused", words)
-    if remedy is None and isinstance(error, BREAKS):
+    if remedy is None and breaks:
         return ReportFailure("failing", words)
     return _unreachable(url, words, remedy or "see to the network between the follower and the server")
 
@@ -61,7 +72,8 @@ def _read_status(response: httpx.Response, url: str) -> ReportFailure:
     foreign = status in GATEWAYS or (status == HTTPStatus.SERVICE_UNAVAILABLE and response.content)
     if path.endswith("/health") and response.is_server_error and not foreign:
         return ReportFailure("failing", words)
-    return _unreachable(url, words, "see to what stands in front of the server, or give the server's own address")
+    remedy = "see its log, and that of any proxy in front of it; with a proxy, give the server's own address"
+    return _unreachable(url, words, remedy)
 
 
 def _unreachable(url: str, words: str, remedy: str) -> ReportFailure:

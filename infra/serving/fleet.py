@@ -14,7 +14,7 @@ from infra.drift.scrape import Counters
 from infra.refusal import Refusal
 from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
-from infra.serving.control import OwnServer, ServerControl, control_of
+from infra.serving.control import OwnServer, RestartedServer, ServerControl, control_of
 from infra.serving.failures import ReportFailure, read_failure
 from infra.serving.rollout import Condition, RolloutState, SeenServer, in_words
 from infra.serving.servers import ServerClient, ServerReport, version_of
@@ -56,6 +56,8 @@ class Fleet:
         """Which start of a server answered last, by address."""
         self._asked: dict[str, str] = {}
         """The same when this process had the server started."""
+        self._held: set[str] = set()
+        """Servers whose replacement waits for others; said once."""
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when its traffic was asked for last."""
         self._told: dict[str, float] = {}
@@ -98,7 +100,7 @@ class Fleet:
         try:
             return self.clients[url].report()
         except (httpx.HTTPError, json.JSONDecodeError) as error:
-            return read_failure(error, url)
+            return read_failure(error, url, has_restart=isinstance(self.controls[url], RestartedServer))
         except Refusal as refusal:
             return refusal
 
@@ -175,11 +177,18 @@ class Fleet:
         limit = config.start_timeout_s if is_new else config.unhealthy_s
         since = age if is_new and age is not None else now - self._unhealthy.setdefault(url, now)
         if since <= limit:
+            self._held.discard(url)
             return "starting"
         # One that hangs may still answer its users, and where all seem to hang the fault may be elsewhere.
         alive = not is_new and (failure.kind == "failing" or url in self._told)
         if url not in self._told:
             if alive and healthy < config.healthy_others and self._others_change(url, state):
+                if url not in self._held:
+                    self._held.add(url)
+                    self._say(
+                        f"{url} is not healthy ({failure.words}); its replacement waits until {config.healthy_others} "
+                        "others are healthy, or no other is being replaced"
+                    )
                 return "starting"
             self._say(f"{url} has not been healthy for {since:.0f} s ({failure.words}): it is started again")
         if alive and own:
@@ -193,8 +202,8 @@ class Fleet:
         return self._down(url)
 
     def _others_change(self, url: str, state: RolloutState) -> bool:
-        """Whether another server is being stopped or started."""
-        return bool({*self._told, *state.started, *state.stopped} - {url})
+        """Whether another server is being stopped or started. One that cannot be followed may stay so for ever."""
+        return bool({*self._told, *state.started, *state.stopped} - {url, *self._unusable})
 
     def _down(self, url: str) -> Condition:
         return "down" if time.monotonic() >= self._due[url] else "waiting"

@@ -1,9 +1,11 @@
 """What SGLang servers say of themselves: whether they are healthy, what they run, what they count, what they answer."""
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -53,10 +55,11 @@ class ServerClient:
 
     def answers(self) -> bool:
         """Whether anything listens at the address."""
+        place = urlsplit(self.url)
+        port = place.port or (443 if place.scheme == "https" else 80)
         try:
-            with self._open() as http:
-                http.get(f"{self.url}/server_info", timeout=5.0)
-        except httpx.TransportError:
+            socket.create_connection((place.hostname, port), timeout=5.0).close()
+        except OSError:
             return False
         return True
 

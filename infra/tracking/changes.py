@@ -114,6 +114,7 @@ def _change(name: str, text: str | None) -> Change | None:
         return Change.model_validate_json(text) if text else None
     except ValidationError as error:
         raise Refusal(
-            f"{name}: the tag {CHANGE} of the registered model was edited, and no change can be read from it: delete "
-            "it in MLflow's page; what it began is then noticed by the alias, or is to be decided again"
+            f"{name}: the tag {CHANGE} of the registered model holds no change that can be read (it was edited, or is "
+            "of another version): delete it in MLflow's page; what it began is then noticed by the alias, or has to be "
+            "decided again"
         ) from error

@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
@@ -21,10 +22,10 @@ from infra.files.atomic import write_atomically
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.client import active_experiments, connect, pages
 from infra.tracking.registry import REPLACES, list_drafts
-from infra.tracking.runs import FOLDER, HOST
+from infra.tracking.runs import FOLDER, RUNS
 
 OURS = "tags.`mlflow.source.name` LIKE 'draftsmith retrain %'"
-EXPERIMENTS = ".experiments"
+EXPERIMENTS, IDENTITY = ".experiments", ".identity"
 KIND = "draftsmith.kind"
 GROUP = ("tracking.registered_model", "name")
 """The run's parameters by which runs are grouped: registered model and recipe."""
@@ -77,16 +78,24 @@ def remove_old_tracking(
     return removed_runs, removed_checkpoints
 
 
-def end_gone_runs(uri: str, experiments: Collection[str], host: str) -> int:
-    """End the runs that died on this machine, `host`, and whose folders are gone, so that nobody can resume them.
+def identity(runs: Path) -> str:
+    """What tells this folder of runs from all others, on whatever machine and path it is seen."""
+    file = runs / IDENTITY
+    if not file.is_file():
+        write_atomically(file, uuid4().hex)
+    return file.read_text()
 
-    A folder whose parent is missing too may be on a disk that is not mounted. Returns the number of runs.
+
+def end_gone_runs(uri: str, experiments: Collection[str], runs: Path) -> int:
+    """End the runs that began in this folder of runs and whose own folders are gone, so that nobody can resume them.
+
+    Returns the number of runs.
     """
     client, ended = connect(uri), 0
     for run in _runs(client, experiments):
-        folder = Path(run.data.tags.get(FOLDER, "/"))
-        here = run.data.tags.get(HOST) == host and folder.parent.is_dir()
-        if run.info.status == "RUNNING" and here and not folder.exists():
+        name = run.data.tags.get(FOLDER)
+        ours = bool(name) and run.info.status == "RUNNING" and run.data.tags.get(RUNS) == identity(runs)
+        if ours and not (runs / str(name)).exists():
             client.set_terminated(run.info.run_id, "KILLED")
             ended += 1
     return ended

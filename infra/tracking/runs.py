@@ -26,7 +26,7 @@ BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
 WEIGHTS = ("*.safetensors", "*.json")
 """Files of a logged checkpoint; the optimizer's state stays in the run folder."""
-HOST, FOLDER = "draftsmith.host", "draftsmith.folder"
+RUNS, FOLDER = "draftsmith.runs", "draftsmith.folder"
 """Tags: the machine that a run is on, and the path of its folder there."""
 HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH, HELDOUT_SEEN)
 """Metrics outside any group: MLflow shows them first."""
@@ -112,7 +112,7 @@ def _continued(client: MlflowClient, record: Path, uri: str, tags: Mapping[str, 
             + ("restore it there" if run.uri == uri else f"set tracking.uri or $MLFLOW_TRACKING_URI to {run.uri}")
             + ", or start a new run"
         ) from error
-    for key in (HOST, FOLDER):
+    for key in (RUNS, FOLDER):
         if key in tags:
             client.set_tag(run.run_id, key, tags[key])
     if run.uri != uri:
@@ -145,8 +145,11 @@ def log_new_metrics(record: Path, metrics: Path) -> None:
     for start in range(0, len(new), at_once):
         lines = new[start : start + at_once]
         client.log_batch(run.run_id, metrics=[point for line in lines for point in _points(line)])
-        # Each time: the next request may fail, and whoever tries again must not log these points twice.
-        write_atomically(record, run.model_copy(update={"logged_step": lines[-1]["step"]}))
+        # Each time: the next request may fail, and whoever tries again must not log these points twice. Another thread
+        # may be further by now.
+        noted = TrackedRun.read(record)
+        if noted.logged_step < lines[-1]["step"]:
+            write_atomically(record, noted.model_copy(update={"logged_step": lines[-1]["step"]}))
 
 
 def _points(line: dict[str, Any]) -> Iterator[Metric]:

@@ -77,11 +77,11 @@ class GeneratorConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _no_secret_argument(self) -> Self:
-        if (shown := redacted(self.sglang.arguments)) != list(self.sglang.arguments):
+        if redacted(self.sglang.arguments) != list(self.sglang.arguments):
             raise Refusal(
-                f"generator.sglang.arguments hold a secret ({' '.join(shown)}), and a recipe is kept with its runs and "
-                "shown in pages: leave it out, because the server listens on loopback alone; or write `api-key: ...` "
-                "into a YAML file that only you can read, add --config with its path to the arguments, and set "
+                "generator.sglang.arguments hold a secret, and a recipe is kept with its runs and shown in pages: "
+                "leave it out, because the server listens on loopback alone; or write `api-key: ...` into a YAML file "
+                "that only you can read, add --config with its path to the arguments, and set "
                 "$DRAFTSMITH_SGLANG_API_KEY to the key"
             )
         return self

@@ -78,8 +78,8 @@ def private_since(source: str) -> float | None:
             return float(files.modified(path).timestamp())
         except FAULTS:  # removed since, or of a file system that does not say
             return time.time()
-    if "://" not in source and (mark := mark_of(expanded("data.source", source))).is_file():
-        return mark.stat().st_mtime
+    if "://" not in source and (path := expanded("data.source", source)).is_file() and mark_of(path).is_file():
+        return mark_of(path).stat().st_mtime
     return None
 
 

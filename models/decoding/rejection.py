@@ -18,7 +18,7 @@ def accept(p: Tensor, tokens: Tensor, parents: Tensor, q: Tensor, chances: Tenso
 
     Args:
         p: `[R, n + 1, V]` float, the target's distribution after the last emitted token and after each proposal, after
-            temperature and top-p.
+            temperature, top-k and top-p.
         tokens: `[R, n]` int64 proposals; `NO_PROPOSAL` where a row has fewer.
         parents: `[R, n]` int64, each proposal's parent, which stands before it, or `ROOT`.
         q: `[R, n, V]` float, what each proposal was drawn from given its ancestors and the siblings before it.

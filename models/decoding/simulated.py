@@ -1,7 +1,7 @@
 """The simulated walk: acceptance of the target's own text at every lookahead, from one forward.
 
 Greedy text and a chain of greedy proposals: a proposal is accepted exactly when it equals the text's next token, so the
-counts are those of real decoding. Text drawn from p, after temperature and top-p: a source that proposes greedily
+counts are those of real decoding. Text drawn from p, after temperature, top-k and top-p: a greedy source
 proposes x with certainty, so speculative sampling accepts x with probability p(x) and otherwise draws from p without x.
 The text's next token, drawn from p, equals x with exactly that probability and is otherwise distributed exactly like
 that, so the walk over sampled text is speculative sampling itself, not an estimate of it.
@@ -58,7 +58,7 @@ def read_texts(
         texts: token ids.
         candidates: how many likely tokens are wanted of each position.
         sampled: of how many last tokens of each text the probability is wanted; empty: of none.
-        sampling: temperature and top-p of these probabilities.
+        sampling: temperature, top-k and top-p of these probabilities.
     """
     tokens = [torch.tensor(list(text), device=target.device) for text in texts]
     states = target.forward(pad_sequence([text[:-1] for text in tokens], batch_first=True))

@@ -82,6 +82,8 @@ def regenerate(run: RunWithTarget) -> RegeneratedRecord:
     if not is_there():
         try:
             with hold(file.with_suffix(".lock"), wait_s=LOCK_WAIT_S):
+                if since is not None:
+                    mark(mark_of(file), since)  # again: clean-up may have removed it meanwhile
                 if not is_there():
                     _answer_all(run, dialogues, file, mode)
         except LockHeldError as error:

@@ -21,6 +21,7 @@ from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from flows import stack_command
 from flows.command_line import app
 from infra.files.atomic import write_atomically
 from infra.files.locks import hold
@@ -106,9 +107,10 @@ def test_a_stack_mends_itself_and_leaves_nothing(
 
 
 def test_a_living_stack_keeps_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own output goes there: a second start is refused at once, without a process."""
+    """Its own output goes there: a second start is refused, without a process."""
     folder = tmp_path / ".stack"
     monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path))
+    monkeypatch.setattr(stack_command, "GONE_S", 0.0)
     monkeypatch.chdir(ROOT)
     write_atomically(folder / "up.log", "everything is up\n")
     write_atomically(folder / "addresses", "Prefect  http://127.0.0.1:1\n")

@@ -38,6 +38,11 @@ TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
         ("hf://datasets/OWNER/NAME@main?config=C&split=S", "hf://datasets/OWNER/NAME@main?config=C&split=S"),
         ("https://example.org:8080/a", "https://example.org:8080/a"),
         ("OWNER/NAME@0123", "OWNER/NAME@0123"),
+        (
+            "https://a.example/c?sig=%22a%22b&token_a=b&mask_token=c",
+            "https://a.example/c?sig=***&token_a=***&mask_token=***",
+        ),
+        ('https://a.example/c?sig="a"b&x=1', "https://a.example/c?sig=***&x=1"),
         ("https://a.example/c?apiKey=a&pass=b&code=c", "https://a.example/c?apiKey=***&pass=***&code=***"),
         ("AccountName=x;AccountKey=ab==", "AccountName=x;AccountKey=***"),
         ("host=db password='two words' user=me", "host=db password=*** user=me"),
@@ -86,6 +91,8 @@ def test_secrets_are_hidden_however_they_are_written(text: object, shown: object
         "forward_pass=0.5 passed=4 bypass=1 pass: 3 of 4",
         "status_code=200, exit code=3",
         "Bearer authentication failed",
+        "password:\nuser: me",
+        "/data/sk-wikipedia-20231101-part1.jsonl and sk-wikipedia-20231101-part1-of-9.jsonl",
         "task-0123456789abcdef0123456789 sk-learn-is-an-ordinary-name hf_transfer",
     ],
 )
@@ -154,7 +161,7 @@ def test_no_address_of_a_recipe_takes_a_secret(setting: str, address: str) -> No
     "given", ['"--api-key","se cret"', '"--admin-api-key=secret"', '"--ssl-keyfile-password","secret"']
 )
 def test_no_argument_of_a_server_takes_a_secret(given: str) -> None:
-    with pytest.raises(Refusal, match=r"arguments hold a secret .*--config with its path") as refused:
+    with pytest.raises(Refusal, match=r"arguments hold a secret, .*--config with its path") as refused:
         load_recipe(TINY, [f'generator.sglang.arguments=["--trust-remote-code",{given},"--port","1"]'])
     assert "cret" not in str(refused.value).partition("hold a secret")[2]
 

@@ -69,6 +69,21 @@ def test_a_scaling_of_positions_that_drafts_do_not_have_is_named(tmp_path, capsy
     assert "the target scales positions by dynamic, which drafts do not have" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Gemma4ForCausalLM", {"head_dim": 24, "global_head_dim": 24, "hidden_size_per_layer_input": 0}),
+        ("KimiLinearForCausalLM", {}),
+    ],
+    ids=["a part of each head is rotated", "no positions at all"],
+)
+def test_of_a_target_whose_positions_are_not_scaled_nothing_is_said(architecture, settings, tmp_path, capsys):
+    run = run_of(architecture, settings, ["generator.engine=transformers"], tmp_path)
+    capsys.readouterr()
+    check_settings(run)
+    assert "scales positions" not in capsys.readouterr().out
+
+
 WINDOW = {"sliding_window": 64}
 GEMMA4 = {"head_dim": 24, "global_head_dim": 24, "hidden_size_per_layer_input": 0}
 

@@ -64,7 +64,7 @@ def test_it_stops_while_a_scrape_waits_for_the_registry() -> None:
 
     def slow() -> list[DraftRow]:
         asked.set()
-        answered.wait()
+        answered.wait(120)
         return []
 
     with serving_metrics("127.0.0.1", 0, slow) as address:
@@ -97,7 +97,7 @@ def test_scrapes_do_not_pile_up_before_a_registry_that_hangs() -> None:
         return []
 
     read_rows = kept(slow, wait_s=0.0)
-    first = threading.Thread(target=read_rows)
+    first = threading.Thread(target=read_rows, daemon=True)
     first.start()
     assert asked.wait(120)
     with pytest.raises(Refusal, match="still being read"):

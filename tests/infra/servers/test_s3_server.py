@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ import psutil
 import pytest
 
 from infra.processes.process import Owner
-from infra.servers.s3 import PARTS, S3Server
+from infra.servers.s3 import S3Server
+from infra.servers.s3_security import PARTS, write_security
 
 pytestmark = pytest.mark.slow
 SIZE = 96 * 2**20
@@ -135,6 +137,15 @@ def test_objects_are_not_reached_around_s3(server: S3Server, files: Any) -> None
     assert {answer.status_code for answer in asked} == {401}
     assert files.cat("bucket/large") == b"good" * 10_000
     assert {path.stat().st_mode & 0o077 for path in server.folder.glob("*.*")} == {0}
+
+
+def test_the_stack_s_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / 'a "stack" \\ 𝕊'
+    folder.mkdir()
+    write_security(folder)
+    security = tomllib.loads((folder / "security.toml").read_text())
+    assert security["grpc"]["ca"] == security["grpc"]["filer"]["cert"] == str(folder / "certificate.pem")
+    assert security["grpc"]["client"]["key"] == str(folder / "key.pem")
 
 
 def test_more_is_kept_than_a_few_volumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

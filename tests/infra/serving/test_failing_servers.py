@@ -2,6 +2,7 @@
 
 import shutil
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,8 +13,12 @@ import httpx
 import psutil
 import pytest
 
+from infra.refusal import Refusal
+from infra.serving.config import ServerConfig
 from infra.serving.failures import ReportFailure, read_failure
-from infra.serving.servers import ServerClient
+from infra.serving.fleet import Fleet
+from infra.serving.rollout import NO_DRAFT, RolloutState
+from infra.serving.servers import ServerClient, ServerReport
 from tests.certificates import self_signed
 from tests.infra.serving.serving_world import SETTLED_S, ServingWorld, serving_world, with_options
 
@@ -26,11 +31,11 @@ def world(path_in_memory: Path, registry_in_memory: str) -> Iterator[ServingWorl
         yield world
 
 
-def failure_at(url: str) -> ReportFailure:
+def failure_at(url: str, has_restart: bool = False) -> ReportFailure:
     with pytest.raises((httpx.HTTPError, ValueError)) as failed:
         ServerClient(url).report()
     assert isinstance(failed.value, httpx.HTTPError | ValueError)
-    return read_failure(failed.value, url)  # type: ignore[arg-type]
+    return read_failure(failed.value, url, has_restart)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -89,6 +94,18 @@ def test_a_port_where_nothing_listens_refuses_and_one_that_says_nothing_hangs(mo
         assert failure_at(url).kind == "refused"
         listener.listen()
         assert failure_at(url).kind == "failing"
+
+
+def test_a_server_that_ends_during_the_handshake_has_no_bad_certificate() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def take_and_close() -> None:
+            taken, _ = listener.accept()
+            taken.recv(65_536)
+            taken.close()
+
+        Thread(target=take_and_close, daemon=True).start()
+        assert failure_at(f"https://127.0.0.1:{listener.getsockname()[1]}").kind == "failing"
 
 
 def test_names_and_proxies_say_nothing_about_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +168,74 @@ def test_servers_that_hang_are_replaced_one_after_the_other(
         ended = {process for process in left if not is_there(process)}
         assert len(ended) <= 1
         if ended and len(left) == 2:
-            assert sum("started again" in line for line in world.said[before:]) == 1
+            assert sum("started again" in line for line in world.said[before:]) == 1  # none is healthy, or slow, yet
+            assert sum("replacement waits" in line for line in world.said[before:]) == 1
         elif ended:
-            assert sum("is healthy with" in line for line in world.said[before:]) == 1, "the first one came back before"
+            assert any("is healthy with" in line for line in world.said[before:]), "the first one came back before"
         left -= ended
     world.settle(follower)
     assert world.running() == [version] * 2
+
+
+def test_a_server_that_hangs_is_replaced_beside_one_that_cannot_be_judged(
+    world: ServingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one was started, and its certificate is not trusted: it stays as it is for as long as that lasts."""
+    world.promote(version := world.register())
+    follower = world.follower(unhealthy_s=0.001, drain_s=0.001)
+    world.settle(follower)
+    (unjudged, hung), report = follower._fleet.urls, ServerClient.report
+
+    def fail(client: ServerClient) -> ServerReport:
+        if client.url == unjudged:
+            raise httpx.ConnectError("certificate") from ssl.SSLError("expired")
+        if client.url == hung and process.is_running():
+            raise httpx.ReadTimeout("timed out")
+        return report(client)
+
+    monkeypatch.setattr(ServerClient, "report", fail)
+    process = next(one for one in world.servers() if hung.rpartition(":")[2] in one.cmdline())
+    process.suspend()
+    follower._keep(follower.state.model_copy(update={"started": {unjudged: version}}))
+    deadline = time.monotonic() + 15.0
+    while is_there(process):
+        follower.round()
+        assert time.monotonic() < deadline, world.said[-10:]
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), OSError(113, "No route to host")])
+def test_a_restarted_server_whose_host_is_gone_is_restarted(
+    world: ServingWorld, error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a stopped container's is; one of our own runs, whatever its name says."""
+    own, other = world.config().servers
+    runs = world.folder / "runs"
+    other = ServerConfig(url=other.url, restart=f"sh -c 'echo run >> {runs}'")
+
+    def connect(*_: object, **__: object) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert failure_at(own.url).kind == "unreachable"
+    assert failure_at(other.url, has_restart=True).kind == "refused"
+    fleet = Fleet(world.config(servers=(other,), unhealthy_s=0.001), world.said.append)
+    state = RolloutState(target=NO_DRAFT, stable=NO_DRAFT)
+    conditions = [fleet.look(state)[0].seen.condition for _ in range(2)]
+    assert conditions == ["starting", "down"]
+    assert str(error.strerror) in world.said[-1]
+
+
+def test_unreadable_certificates_concern_https_alone(
+    world: ServingWorld, answering: Callable[[int, bytes], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "lost.pem"))
+    url = answering(503, b"")
+    assert failure_at(url).words == "/health answers 503 Service Unavailable"
+    https = url.replace("http:", "https:")
+    assert "put back the file" in failure_at(https).words
+    servers = (world.config().servers[0].model_copy(update={"url": https}),)
+    with pytest.raises(Refusal, match="did not start answers there"):
+        world.follower(servers=servers)
 
 
 def is_there(process: psutil.Process) -> bool:

@@ -15,6 +15,7 @@ from infra.tracking.promotion import DraftInService
 from infra.tracking.retention import (
     empty_trash,
     end_gone_runs,
+    identity,
     note_experiment,
     noted_experiments,
     remove_old_tracking,
@@ -168,19 +169,19 @@ def test_a_run_that_can_be_resumed_stays(tmp_path: Path, database: Path) -> None
     assert {draft.version for draft in registry.list_drafts(uri, NAME)} == {2, 3}
 
 
-def test_a_run_whose_folder_is_gone_from_this_machine_has_ended(tmp_path: Path, database: Path) -> None:
+def test_a_run_whose_folder_is_gone_has_ended(tmp_path: Path, database: Path) -> None:
     uri, client = f"sqlite:///{database}", connect(f"sqlite:///{database}")
     ours = {"mlflow.source.name": "draftsmith retrain x"}
     places = {
-        "gone": {runs.HOST: "here", runs.FOLDER: str(tmp_path / "gone")},
-        "there": {runs.HOST: "here", runs.FOLDER: str(tmp_path)},
-        "elsewhere": {runs.HOST: "other", runs.FOLDER: str(tmp_path / "gone")},
-        "not-mounted": {runs.HOST: "here", runs.FOLDER: str(tmp_path / "unmounted" / "gone")},
+        "gone": {runs.RUNS: identity(tmp_path), runs.FOLDER: "gone"},
+        "there": {runs.RUNS: identity(tmp_path), runs.FOLDER: "there"},
+        "elsewhere": {runs.RUNS: identity(tmp_path / "other"), runs.FOLDER: "gone"},
         "unknown": {},
     }
+    (tmp_path / "there").mkdir()
     for name, place in places.items():
         runs.start_run(tmp_path / f"{name}.json", uri, "test", name, {}, ours | place)
-    assert end_gone_runs(uri, EXPERIMENTS, "here") == 1
+    assert end_gone_runs(uri, EXPERIMENTS, tmp_path) == 1
     experiment = client.get_experiment_by_name("test")
     assert experiment
     ended = {run.info.run_name: run.info.status for run in client.search_runs([experiment.experiment_id])}

@@ -13,7 +13,7 @@ from infra.tracking.client import connect
 from infra.tracking.runs import TrackedRun
 
 CONFIG = {"seed": 3, "training": {"ranks": 2}}
-TAGS = {runs.HOST: "here", runs.FOLDER: "/runs/run-1"}
+TAGS = {runs.RUNS: "0123", runs.FOLDER: "run-1"}
 
 
 def open_run(folder: Path, uri: str, config: dict[str, object] | None = None) -> TrackedRun:

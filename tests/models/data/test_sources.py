@@ -127,12 +127,12 @@ def test_folders_without_text_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_copy_of_users_prompts_is_as_private_and_as_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     files = fsspec.filesystem("memory")
-    files.pipe({"/drift/prompts-0123.jsonl": b'{"text": "one"}\n', "/drift/other.jsonl": b'{"text": "two"}\n'})
-    sampled, other = "memory://drift/prompts-0123.jsonl", "memory://drift/other.jsonl"
+    files.pipe({"/drift/prompts-0123456789ab.jsonl": b'{"text": "one"}\n', "/drift/other.jsonl": b'{"text": "two"}\n'})
+    sampled, other = "memory://drift/prompts-0123456789ab.jsonl", "memory://drift/other.jsonl"
     (copy,), (public,) = (find_source(source).files for source in (sampled, other))
     assert copy.path.parent.stat().st_mode & 0o077 == 0
     mark = copy.path.parent / MARK
-    assert mark.stat().st_mtime == pytest.approx(files.modified("/drift/prompts-0123.jsonl").timestamp())
+    assert mark.stat().st_mtime == pytest.approx(files.modified("/drift/prompts-0123456789ab.jsonl").timestamp())
     assert mark.stat().st_mtime == private_since(sampled)
     assert not (public.path.parent / MARK).exists()
     assert private_since(other) is None

@@ -321,7 +321,7 @@ def test_samples_are_made_of_the_answers_and_private_where_the_prompts_were(
     task_of: Callable[..., RunWithTarget], start: Callable[..., Any], tmp_path: Path
 ) -> None:
     prompts = [conversation(f"{number} {QUESTIONS[number % 4]}", "Nobody says this.") for number in range(40)]
-    sampled = tmp_path / "prompts-0123.jsonl"  # of request logs
+    sampled = tmp_path / "prompts-0123456789ab.jsonl"  # of request logs
     task = task_of(prompts, "benchmark.prompts=2", f"data.source={sampled}")
     (tmp_path / "prompts.jsonl").rename(sampled)
     os.utime(sampled, (1e6, 1e6))
