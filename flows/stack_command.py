@@ -178,10 +178,11 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
         command += [option, str(port)] if port else []
     command += ["--take-over"] if take_over else []
     try:
-        with hold(folder / "lock", wait_s=GONE_S):  # the supervisors of a killed one still hold it
+        with hold(folder / "lock"):
             pass
-    except LockHeldError:
-        raise _up_already(folder) from None
+    except LockHeldError as error:
+        if not _ends(folder):
+            raise _up_already(folder) from error
     log, addresses = folder / "up.log", folder / "addresses"
     before = addresses.stat().st_mtime_ns if addresses.is_file() else 0
     with log.open("ab") as output:
@@ -198,6 +199,16 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
             raise Refusal(f"it is not up after {START_S:g} s: look at {log}")
         time.sleep(POLL_S)
     print(f"{addresses.read_text()}\n\n{_how_to_use(folder)}\n`draftsmith down` stops it.")
+
+
+def _ends(folder: Path) -> bool:
+    """Whether a stack that still holds its lock ends soon, as the supervisors of a killed one do."""
+    _say(f"it is up, or was killed: waiting {GONE_S:g} s for its end")
+    try:
+        with hold(folder / "lock", wait_s=GONE_S):
+            return True
+    except LockHeldError:
+        return False
 
 
 def _folder(name: str) -> Path:

@@ -42,7 +42,7 @@ _NAME = (
     rf"|[\w.%-]*(?:[_-]{_any_case('key')}|[a-z0-9]Key)|[\w.%-]*{_KIND_OF_KEY}"
     rf"|[\w-]*[kK][eE][yY]_?[iI][dD]|{_PASS}|{_TOKEN})"
 )
-_ANY_TOKEN = rf"[\w.%-]*{_any_case('token')}(?![sS]=)[\w.%-]*"
+_ANY_TOKEN = rf"[\w.%-]*{_any_case('token')}(?!izer|[sS]=)[\w.%-]*"
 _PARAMETER = rf"""(?:(?<![^?&;#,\s"'(\[{{]){_NAME}|(?<=[?&])(?:{_IN_QUERIES}|{_ANY_TOKEN}))="""
 _USER = r"[^/?#@:\s]*"
 _HAS_USER_NAMES = r"(?:postgres|mysql|mariadb|mssql|oracle|ssh|sftp|ftp|smb|hdfs)"
@@ -77,7 +77,8 @@ _WRITTEN = re.compile(
     re.MULTILINE,
 )
 _SHAPES = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|(?<![/-])sk-(?=[\w-]*\d)(?:(?:admin|ant|proj|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"
+    r"\b(?:hf_[A-Za-z0-9]{20,}|(?<![/-])sk-(?=[\w-]*\d)(?:(?:admin|ant|lf|or|proj|svcacct)-[\w-]{20,}"
+    r"|[A-Za-z0-9]{20,}[\w-]*|(?=[\w-]*[A-Z])[\w-]{20,})"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}|AIza[\w-]{35}"
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"

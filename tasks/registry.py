@@ -255,7 +255,7 @@ def open_tracking(run: OpenRun) -> TrackedRun:
         "target": run.config.target.name,
         "git_sha": git_sha(),
         "hardware": hardware(),
-        RUNS: identity(runs_folder()),
+        RUNS: identity(run.folder.path.parent),
         FOLDER: run.folder.name,
         **versions(),
         "mlflow.user": user_name(),

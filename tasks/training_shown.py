@@ -58,13 +58,16 @@ class ShownTraining:
     def _show(self) -> None:
         metrics = self._run.folder.metrics
         try:
-            log_new_metrics(self._run.tracking_record, metrics)
             self._advance(metrics)
-        except (*REGISTRY_ERRORS, HTTPError) as error:
+        except HTTPError as error:
             self._bar = None  # it may have been deleted
-            get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
-        except RuntimeError as error:  # Prefect's client was closed, because the training has ended
+            get_run_logger().warning("the progress bar in Prefect stays behind for now: %s", error)
+        except RuntimeError as error:  # of httpx: the flow has ended, and its client is closed
             print(f"{self._run.folder.name}: its progress is not shown to the end: {error}", flush=True)
+        try:
+            log_new_metrics(self._run.tracking_record, metrics)
+        except REGISTRY_ERRORS as error:
+            get_run_logger().warning("metrics stay behind in %s for now: %s", metrics, error)
 
     def _advance(self, metrics: Path) -> None:
         last = last_object(metrics) or {"step": 0, "total_steps": 1}

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from infra.files.folders import private_mode
+from infra.refusal import Refusal
 
 MARK = "private"
 """An empty file in a private folder, or suffix of one beside a private file. Its time is that of the prompts."""
@@ -14,13 +15,19 @@ MARK = "private"
 def keep_private(folder: Path, since: float) -> None:
     """Close a folder to other users, and mark it as made of prompts that were sampled at `since` (s since 1970).
 
-    Where its parent hands its group on (`chmod g+s`), the group may still enter.
+    Where its parent hands its group on (`chmod g+s`), the group may still enter. Raises Refusal for an open folder of
+    another user.
     """
     mode = stat.S_IMODE(folder.stat().st_mode)
     closed = mode & ~(0o777 ^ private_mode(folder.parent))
     if closed != mode:
-        with suppress(PermissionError):  # another user's of the same group, whose run is resumed
+        try:
             folder.chmod(closed)
+        except PermissionError as error:
+            raise Refusal(
+                f"{folder} is open to all users of this machine, and is to hold prompts of users: have its owner close "
+                f"it: chmod {closed:o} {folder}"
+            ) from error
     mark(folder / MARK, since)
 
 

@@ -162,10 +162,12 @@ def _remove_cached(folder: Path, dated: Path, days: float) -> bool:
     """Remove a folder of the cache if `dated` is older than `days`, unless somebody builds it; whether it is gone."""
     # `.NAME.building` and `.NAME.parts` are built under the same lock as NAME.
     name = folder.name[1:].rpartition(".")[0] if folder.name.startswith(".") else folder.name
+    if not (_is_older(dated, days) and _is_removable(folder)):
+        return False
     try:
         # The lock under which the folder is built: nobody can find it half-removed.
         with FileLock(folder.with_name(f".{name}.lock"), timeout=0):
-            if not _is_older(dated, days):
+            if not _is_older(dated, days):  # used meanwhile
                 return False
             aside = folder.with_name(f".{folder.name}.removed")
             folder.rename(aside)

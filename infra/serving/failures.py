@@ -17,7 +17,6 @@ from infra.refusal import first_line
 
 GATEWAYS = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
 """SGLang answers neither; what stands in front of a server does."""
-NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 BREAKS = (httpx.TimeoutException, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 """The connection was made, or nobody took it, and no answer came."""
 
@@ -27,9 +26,8 @@ class ReportFailure:
     """A server without a report."""
 
     kind: Literal["refused", "failing", "unreachable"]
-    """`refused`: nothing listens at its port, or its host is gone. `failing`: it hangs, breaks off, or
-    /health says that it is unhealthy.
-    `unreachable`: the answer, or its absence, says nothing about the server."""
+    """`refused`: nothing listens at its port. `failing`: it hangs, breaks off, says at /health that it is unhealthy, or
+    its host seems to be gone. `unreachable`: the answer, or its absence, says nothing about the server."""
     words: str
     """For people; with the remedy where it is unreachable."""
 
@@ -37,8 +35,8 @@ class ReportFailure:
 def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str, has_restart: bool) -> ReportFailure:
     """What an error of `ServerClient.report` says about the server at `url`.
 
-    Where `has_restart`, another supervisor runs the server, perhaps in a container or on a host that has stopped: a
-    name that is not found, or a host without a route, counts as a refused port.
+    Where `has_restart`, another supervisor runs the server, perhaps in a container or on a host that has stopped: then
+    its name is not found, or it has no route.
     """
     causes, words = [*_causes(error)], first_line(error)
 
@@ -47,7 +45,7 @@ def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str, has_re
 
     if isinstance(error, httpx.HTTPStatusError):
         return _read_status(error.response, url)
-    breaks = isinstance(error, BREAKS) or has(ssl.SSLEOFError)
+    breaks = has(ssl.SSLEOFError) or (isinstance(error, BREAKS) and not has(ssl.SSLError))
     obstacles = (
         (has(json.JSONDecodeError), "its pages are not SGLang's, give the server's own address"),
         (has(CertificateFileError), "put back the file, with certificates in PEM, or unset $SSL_CERT_FILE"),
@@ -56,11 +54,11 @@ def read_failure(error: httpx.HTTPError | json.JSONDecodeError, url: str, has_re
         (has(socket.gaierror) and not has_restart, "see to the resolution of names, or give an address in numbers"),
     )
     remedy = next((remedy for stands, remedy in obstacles if stands), None)
-    numbers = {cause.errno for cause in causes if isinstance(cause, OSError)}
-    is_gone = has_restart and (has(socket.gaierror) or not numbers.isdisjoint(NO_ROUTE))
-    if remedy is None and (is_gone or has(ConnectionRefusedError)):
+    has_no_route = any(isinstance(cause, OSError) and cause.errno == errno.EHOSTUNREACH for cause in causes)
+    is_gone = has_restart and (has(socket.gaierror) or has_no_route)
+    if remedy is None and has(ConnectionRefusedError):
         return ReportFailure("refused", words)
-    if remedy is None and breaks:
+    if remedy is None and (is_gone or breaks):
         return ReportFailure("failing", words)
     return _unreachable(url, words, remedy or "see to the network between the follower and the server")
 

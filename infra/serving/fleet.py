@@ -109,7 +109,7 @@ class Fleet:
     ) -> LookedAt:
         """`healthy`: how many servers gave a report."""
         age = self.controls[url].age()
-        if url in state.stopped and age is not None:
+        if url in state.stopped and age is not None and isinstance(self.controls[url], OwnServer):
             self._drain(url)
             return LookedAt(SeenServer(url, "draining"), None)
         gone = age is None and isinstance(self.controls[url], OwnServer)
@@ -202,8 +202,10 @@ class Fleet:
         return self._down(url)
 
     def _others_change(self, url: str, state: RolloutState) -> bool:
-        """Whether another server is being stopped or started. One that cannot be followed may stay so for ever."""
-        return bool({*self._told, *state.started, *state.stopped} - {url, *self._unusable})
+        """Whether another server is being stopped or started. One that cannot be followed, or does not start, may stay
+        so for ever."""
+        stuck = {url, *self._unusable, *(other for other, failures in self._failures.items() if failures)}
+        return bool({*self._told, *state.started, *state.stopped} - stuck)
 
     def _down(self, url: str) -> Condition:
         return "down" if time.monotonic() >= self._due[url] else "waiting"

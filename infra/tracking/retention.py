@@ -79,7 +79,7 @@ def remove_old_tracking(
 
 
 def identity(runs: Path) -> str:
-    """What tells this folder of runs from all others, on whatever machine and path it is seen."""
+    """What tells this folder of runs, and copies of it, from others, on whatever machine and path it is seen."""
     file = runs / IDENTITY
     if not file.is_file():
         write_atomically(file, uuid4().hex)

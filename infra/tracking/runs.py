@@ -27,7 +27,7 @@ BATCH = 500
 WEIGHTS = ("*.safetensors", "*.json")
 """Files of a logged checkpoint; the optimizer's state stays in the run folder."""
 RUNS, FOLDER = "draftsmith.runs", "draftsmith.folder"
-"""Tags: the machine that a run is on, and the path of its folder there."""
+"""Tags: which folder of runs a run is in (`infra.tracking.retention.identity`), and the name of its own there."""
 HEADLINES = ("loss", "learning_rate", HELDOUT_LENGTH, HELDOUT_SEEN)
 """Metrics outside any group: MLflow shows them first."""
 EXPERIMENT_NOTE = (
