@@ -55,7 +55,7 @@ def retrain(
         if recipe is not None and load_recipe(recipe).name != config.name:
             raise Refusal(f"{folder} is a run of the recipe {config.name}, not of {recipe}: leave the recipe out")
     elif recipe is None:
-        raise Refusal("which recipe? Name a file, for instance one of a checkout's recipes/ or of `draftsmith init`")
+        raise Refusal("which recipe? Name a file, for instance recipes/quickstart.yaml")
     else:
         folder, config = None, load_recipe(recipe, overrides)
     if plan:

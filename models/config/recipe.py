@@ -248,7 +248,8 @@ def check_layers(aux_layer_ids: Sequence[int], num_layers: int) -> None:
 
 def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
     """Read a recipe and apply `section.field=value` overrides, whose values are YAML. Raises Refusal if invalid."""
-    tree = read_yaml(path, "recipe", "for instance recipes/quickstart.yaml of a checkout, or what `draftsmith init` writes")
+    such_as = "for instance recipes/quickstart.yaml of a checkout, or what `draftsmith init` writes"
+    tree = read_yaml(path, "recipe", such_as)
     if not isinstance(tree, dict):
         raise Refusal(f"{path} holds no settings: a recipe is a YAML mapping with at least name and target")
     for override in overrides or []:

@@ -144,7 +144,10 @@ def test_plan_prints_the_slurm_job_too(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([], "which recipe?"),
-        (["recipes/nowhere.yaml"], "no recipe at recipes/nowhere.yaml: give a YAML file, for instance one of a"),
+        (
+            ["recipes/nowhere.yaml"],
+            "no recipe at recipes/nowhere.yaml: give a YAML file, for instance recipes/quickstart.yaml",
+        ),
         (["recipes/tiny.yaml", "training.max_stepz=3", "--plan"], "training.max_stepz: no such setting"),
         (["recipes/tiny.yaml", "training.max_steps=0"], "training.max_steps: Input should be greater"),
         (["recipes/tiny.yaml", "pools.training_gpus=3", "training.ranks=2"], "a rank needs one GPU"),
