@@ -78,10 +78,8 @@ def kept(rows: Rows, keep_s: float = KEEP_S, wait_s: float = WAIT_S) -> Rows:
                 try:
                     found, why = list(rows()), ""
                 except (*REGISTRY_ERRORS, ValueError) as error:
-                    found, why = (
-                        [],
-                        f"the registry cannot be read ({first_line(error)}): look whether MLflow answers",
-                    )
+                    found = []
+                    why = f"the registry cannot be read ({first_line(error)}): look whether MLflow answers"
                 last = (time.monotonic(), found)
             if why:
                 raise Refusal(why)
