@@ -79,7 +79,7 @@ lint: $(VENV)/.ready
 
 check: lint test test-slow
 
-# A whole stack on loopback: Prefect, MLflow, PostgreSQL, S3, workers. `source runs/.stack/environment` to work with it.
+# A whole stack on loopback: Prefect, MLflow, PostgreSQL, S3, workers. `. runs/.stack/environment` to work with it.
 up: $(VENV)/.ready
 	$(BIN)/draftsmith up --background
 

@@ -3,12 +3,14 @@
 Everything runs under supervisors of the command's process: stopped, killed or crashed, it leaves nothing behind.
 """
 
+import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -18,9 +20,10 @@ import typer
 from infra.files.atomic import write_atomically
 from infra.files.locks import LockHeldError, hold
 from infra.network.health import public, trouble
-from infra.network.ports import HOST, free_port
+from infra.network.ports import HOST, free_port, is_free
 from infra.processes.exit import told_to_stop
 from infra.processes.process import Owner
+from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.local import ANSWER_S, MLFLOW_PORT, PREFECT_PORT
 from infra.settings import prefect_api_url, runs_folder, tracking_uri
@@ -33,8 +36,19 @@ START_S = 600.0
 GONE_S = 30.0
 """A killed command's servers are gone after their grace."""
 STOP_S = 120.0
-PrefectPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free.")]
-MlflowPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free.")]
+PrefectPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Default: 4200, or the next free; `up` keeps its port.")
+]
+MlflowPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Default: 5000, or the next free; `up` keeps its port.")
+]
+
+
+class StackPorts(Record):
+    """Where the pages of a stack are, the same after each restart."""
+
+    prefect: int
+    mlflow: int
 
 
 def ui(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None:
@@ -59,7 +73,7 @@ def ui(prefect_port: PrefectPort = None, mlflow_port: MlflowPort = None) -> None
         environment = start_pages(stack, prefect_here, mlflow_here)
         return _where(prefect or _local(prefect_here), mlflow or _local(mlflow_here)), environment
 
-    _serve("ui", start, restarts=0)
+    serve(f"ui-{os.getuid()}", start, restarts=0)  # several users may share the runs
 
 
 def up(
@@ -80,19 +94,16 @@ def up(
             f"there is no prefect.yaml in {Path.cwd()}: run this in a checkout of the project; `draftsmith ui` and "
             "`draftsmith retrain RECIPE` need none"
         )
+    _check_owner(_folder("stack"))
     if background:
         _start_in_background(_folder("stack"), prefect_port, mlflow_port, take_over)
         return
 
     def start(stack: "Stack") -> tuple[str, Mapping[str, str]]:
-        taken: set[int] = set()
-        ports = (
-            _port("Prefect", prefect_port, PREFECT_PORT, taken),
-            _port("MLflow", mlflow_port, MLFLOW_PORT, taken),
-        )
+        ports = kept_ports(stack.folder, prefect_port, mlflow_port)
         return _where(*map(_local, ports)), start_everything(stack, *ports, take_over)
 
-    _serve("stack", start, RESTARTS)
+    serve("stack", start, RESTARTS)
 
 
 def down() -> None:
@@ -114,7 +125,7 @@ def down() -> None:
         raise Refusal(f"it did not stop within {STOP_S:g} s: look at {folder / 'logs'}") from None
 
 
-def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]], restarts: int) -> None:
+def serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]], restarts: int) -> None:
     """Start a stack, the only one of its name for these runs, and tend it until Ctrl-C or `down`.
 
     `start` returns the addresses, as they are shown, and the environment of those who use them.
@@ -127,20 +138,39 @@ def _serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]],
             for note in ("stop", "addresses"):
                 (folder / note).unlink(missing_ok=True)
             owner = Owner(name, folder / "logs", locks=(lock.descriptor,))
-            with closing(Stack(folder, owner, stop, restarts)) as stack:
+            with closing(Stack(folder, owner, stop, restarts)) as stack, _set_by(folder / "stop", stop):
                 print("starting: a minute the first time", flush=True)
                 addresses, environment = start(stack)
-                if stop.is_set():
-                    return
-                write_environment(folder / "environment", environment)
-                write_atomically(folder / "addresses", addresses)
-                print(f"{addresses}\n\n{_how_to_use(folder) if environment else ''}\nCtrl-C stops it.", flush=True)
-                while not stop.wait(POLL_S) and not (folder / "stop").exists():
+                if not stop.is_set():
+                    write_environment(folder / "environment", environment)
+                    write_atomically(folder / "addresses", addresses)
+                    usage = _how_to_use(folder) if environment else ""
+                    print(f"{addresses}\n\n{usage}\nCtrl-C stops it.", flush=True)
+                while not stop.wait(POLL_S):
                     stack.tend(_say)
                 print("stopping", flush=True)
             (folder / "stop").unlink(missing_ok=True)
     except LockHeldError:
         raise _up_already(folder) from None
+
+
+@contextmanager
+def _set_by(file: Path, stop: threading.Event) -> Iterator[None]:
+    """Set `stop` once there is a file."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(POLL_S):
+            if file.exists():
+                stop.set()
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
 
 
 def _prefect_elsewhere(url: str | None) -> str | None:
@@ -192,6 +222,8 @@ def _start_in_background(folder: Path, prefect_port: int | None, mlflow_port: in
         )
     deadline = time.monotonic() + START_S
     while not addresses.is_file() or addresses.stat().st_mtime_ns == before:
+        if process.poll() == 0:
+            raise Refusal("it was told to stop while it started: give `draftsmith up` again")
         if process.poll() is not None:
             said = log.read_bytes()[earlier:].decode(errors="replace").strip().rpartition("error: ")[2]
             raise Refusal(said)
@@ -222,6 +254,52 @@ def _port(name: str, wanted: int | None, usual: int, taken: set[int]) -> int:
     return port
 
 
+def kept_ports(folder: Path, prefect: int | None, mlflow: int | None) -> tuple[int, int]:
+    """The ports of a stack's two pages: the wanted ones, or those of its earlier start, or free ones; they are kept.
+
+    Raises Refusal when one of them is taken.
+    """
+    file, taken = folder / "ports.json", set[int]()
+    if file.is_file():
+        kept = StackPorts.read(file)
+        prefect, mlflow = prefect or _kept("Prefect", kept.prefect), mlflow or _kept("MLflow", kept.mlflow)
+    ports = StackPorts(
+        prefect=_port("Prefect", prefect, PREFECT_PORT, taken), mlflow=_port("MLflow", mlflow, MLFLOW_PORT, taken)
+    )
+    write_atomically(file, ports)
+    return ports.prefect, ports.mlflow
+
+
+def _kept(name: str, port: int) -> int:
+    if not is_free(port):
+        raise Refusal(
+            f"{name}'s port {port} is taken by another program: end that, or choose another port by "
+            f"--{name.lower()}-port, which is kept from then on (shells and services have the old address)"
+        )
+    return port
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise Refusal where the stack is another user's."""
+    for file in (folder / "lock", folder / "prefect-credential"):
+        try:
+            file.open("r+").close()
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            raise Refusal(
+                f"{folder} belongs to {_owner_of(folder)}, and a stack has one owner: have it started by that user, or "
+                "set $DRAFTSMITH_RUNS to a folder of your own"
+            ) from None
+
+
+def _owner_of(path: Path) -> str:
+    try:
+        return path.owner()
+    except KeyError:  # no entry in /etc/passwd
+        return f"user {path.stat().st_uid}"
+
+
 def _local(port: int | None) -> str:
     return f"http://{HOST}:{port}"
 
@@ -242,7 +320,7 @@ def _how_to_use(folder: Path) -> str:
     return (
         f"Prefect's page asks once for a credential: it is in {folder / 'prefect-credential'}\n"
         'MLflow\'s shows curves (Experiments) and drafts (Model registry) after "Model training"\n'
-        f"Commands take credential and addresses after\n  source {shlex.quote(str(folder / 'environment'))}"
+        f"Commands take credential and addresses after\n  . {shlex.quote(str(folder / 'environment'))}"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from infra.files.folders import make_folder
 from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
-from infra.processes.process import TAIL_LINES, Owner, Process, ProcessFailedError, module, start
+from infra.processes.process import Owner, Process, module, start
 from infra.refusal import Refusal
 from infra.settings import (
     check_home_folder,
@@ -62,15 +62,9 @@ class Server:
     process: Process
     health: str
 
-    def is_up(self) -> bool:
-        """Whether the server answers. Raises ProcessFailedError when its process has ended, with whatever status."""
-        if self.process.check():
-            raise ProcessFailedError(self.name, 0, self.last_lines(), self.process.log)
-        return trouble(self.health, ANSWER_S, direct=True) is None
-
-    def last_lines(self) -> list[str]:
-        """The end of the log."""
-        return self.process.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    def trouble(self) -> str | None:
+        """Why it does not answer; None where it does."""
+        return trouble(self.health, ANSWER_S, direct=True)
 
 
 def new_credential() -> str:
@@ -129,33 +123,33 @@ def _runs_store() -> dict[str, str]:
     }
 
 
-def wait_for_answer(process: Process, what: str, trouble: Callable[[], str | None], timeout_s: float) -> None:
-    """Wait until `trouble` has nothing to say of the server.
+def wait_for_answer(
+    process: Process,
+    what: str,
+    trouble: Callable[[], str | None],
+    timeout_s: float,
+    stop: threading.Event | None = None,
+) -> bool:
+    """Whether `trouble` has nothing more to say of the server; False when told to stop first.
 
-    Raises Refusal when it does not answer in time, ProcessFailedError when it ends.
+    Raises Refusal when it does not answer in time, ProcessFailedError when it ends, with whatever status.
     """
-    deadline = time.monotonic() + timeout_s
-    while (why := trouble()) is not None:
-        process.check()
+    deadline, stop = time.monotonic() + timeout_s, stop or threading.Event()
+    while not stop.is_set():
+        if failure := process.failure(endless=True):
+            raise failure
+        why = trouble()
+        if why is None:
+            return True
         if time.monotonic() > deadline:
             raise Refusal(f"{what} does not answer after {timeout_s:g} s ({why}): look at its log, {process.log}")
-        time.sleep(POLL_S)
+        stop.wait(POLL_S)
+    return False
 
 
 def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
-    """Whether all answer; False when told to stop first. Raises Refusal when one does not in time."""
-    deadline, stop = time.monotonic() + START_S, stop or threading.Event()
-    waiting = list(servers)
-    while waiting and not stop.wait(POLL_S):
-        waiting = [server for server in waiting if not server.is_up()]
-        if waiting and time.monotonic() > deadline:
-            late = waiting[0]
-            quoted = "\n".join(f"  | {line}" for line in late.last_lines()) or "  | (nothing was printed)"
-            raise Refusal(
-                f"{late.name} does not answer at {late.address} after {START_S:g} s: look at its log, whose end is\n"
-                f"{quoted}"
-            )
-    return not stop.is_set()
+    """Whether all answer; False when told to stop first. Raises as `wait_for_answer`."""
+    return all(wait_for_answer(one.process, one.name, one.trouble, START_S, stop) for one in servers)
 
 
 def _check_prefect_home() -> None:

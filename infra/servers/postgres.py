@@ -37,6 +37,7 @@ class PostgresServer:
 
     def __init__(self, folder: Path, owner: Owner, host: str = HOST):
         """`folder` is no other server's, and accessible to everybody: started as root, the server runs as nobody."""
+        folder = folder.resolve()  # nobody may have to enter what a link leads to, and what leads there
         if os.getuid() == 0:
             _check_that_nobody_may_enter(folder)
         self.folder, self._owner = folder, owner
@@ -125,7 +126,7 @@ class PostgresServer:
 
 
 def _check_that_nobody_may_enter(folder: Path) -> None:
-    for parent in folder.absolute().parents:
+    for parent in folder.parents:
         if parent.exists() and not parent.stat().st_mode & stat.S_IXOTH:
             raise Refusal(
                 f"PostgreSQL does not run as root, and as nobody it may not enter {parent}: run this as another user, "

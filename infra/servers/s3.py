@@ -8,18 +8,28 @@ import secrets
 import shutil
 import sys
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from infra.files.atomic import write_atomically
 from infra.network.health import trouble
-from infra.network.ports import HOST, lasting_ports
+from infra.network.ports import HOST, is_free, lasting_ports
 from infra.processes.process import Owner, Process, start
 from infra.records.data_path import Record
 from infra.refusal import Refusal
 from infra.servers.local import ANSWER_S, GRACE_S, START_S, wait_for_answer
-from infra.servers.s3_security import PARTS, write_security
 
 VOLUME_MIB = 1024
+CERTIFICATE, KEY = "certificate.pem", "key.pem"
+NEVER = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""Stands for no expiration (RFC 5280, 4.1.2.5): a new certificate is made at each start anyway."""
+PARTS = ("master", "volume", "filer", "s3")
+"""SeaweedFS is four servers in one process, each with a port for HTTP and one for gRPC."""
 
 
 class S3Access(Record):
@@ -47,7 +57,8 @@ class S3Access(Record):
 class S3Server:
     """A server that answers once this is made; whoever made it stops it, and its objects stay in their folder.
 
-    Raises Refusal where the package is missing or the server does not answer in time, ProcessFailedError.
+    Raises Refusal where the package is missing, another program holds one of its ports, or the server does not answer
+    in time, ProcessFailedError.
     """
 
     def __init__(self, folder: Path, owner: Owner):
@@ -58,10 +69,21 @@ class S3Server:
 
     def start(self) -> Process:
         """Start it, for the first time or after its end, at the same ports, and wait until it answers."""
+        self._check_ports()
         self.launch()
         health = f"{self.access.address}/healthz"
         wait_for_answer(self.process, "S3", lambda: trouble(health, ANSWER_S, direct=True), START_S)
         return self.process
+
+    def _check_ports(self) -> None:
+        # Another server there might answer as ours does, seconds before ours ends because it cannot listen.
+        for part, port in self.access.ports.items():
+            if not is_free(port):
+                raise Refusal(
+                    f"S3 cannot start: another program listens at port {port}, which {self.folder / 'access.json'} "
+                    f"keeps for {part!r}: end that program, or write a free port there (a new one of 's3' changes the "
+                    "address that shells and services have)"
+                )
 
     def launch(self) -> Process:
         """`start` without the wait."""
@@ -124,6 +146,39 @@ def _access(folder: Path) -> S3Access:
     write_atomically(folder / "identities.json", json.dumps({"identities": [identity]}), mode=0o600)
     write_atomically(file, access, mode=0o600)
     return access
+
+
+def write_security(folder: Path) -> None:
+    """Write a new certificate with its key, and `security.toml` that names them, each readable by its owner alone.
+
+    Keeps other users of this machine away from the parts of SeaweedFS. They talk by gRPC over mutual TLS, with one
+    certificate that is its own authority. Its key, in a folder that the stack's user alone may enter, is what tells the
+    stack from anybody else with SeaweedFS's tools. Files in the volumes are read and written with tokens that the
+    master signs.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "draftsmith")])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))  # the clock of a machine may be set back
+        .not_valid_after(NEVER)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, SHA256())
+    )
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    write_atomically(folder / KEY, private, mode=0o600)
+    write_atomically(folder / CERTIFICATE, certificate.public_bytes(Encoding.PEM), mode=0o600)
+    # A JSON string without \u escapes is a TOML string.
+    cert, private_key = (json.dumps(str(folder / name), ensure_ascii=False) for name in (CERTIFICATE, KEY))
+    files = f"cert = {cert}\nkey = {private_key}\n"
+    sections = [f"[grpc]\nca = {cert}\n", *(f"[grpc.{part}]\n{files}" for part in (*PARTS, "client"))]
+    sections += [f'[jwt.{use}]\nkey = "{secrets.token_urlsafe(24)}"\n' for use in ("signing", "signing.read")]
+    write_atomically(folder / "security.toml", "\n".join(sections), mode=0o600)
 
 
 def _program() -> str:

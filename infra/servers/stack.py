@@ -6,7 +6,8 @@ in the stack's folder.
 
 import shlex
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,9 +20,13 @@ from infra.processes.process import Owner, Process, module, start
 from infra.servers.local import AUTH_STRING, Server, new_credential, start_mlflow, start_prefect, wait_until_up
 from infra.servers.postgres import PostgresServer
 from infra.servers.s3 import S3Server
+from infra.settings import prefect_home, unless_set
 
 BUCKET = "draftsmith"
 DEPLOY_S = 180.0
+SCHEMA_S = 3600.0
+"""MLflow's migrations may rewrite large tables."""
+POLL_S = 0.1
 GRACE_S = 10.0
 CLEAN_UP_POOL = "draftsmith-recovery"
 WORK_POOLS = ("draftsmith", CLEAN_UP_POOL)
@@ -62,6 +67,22 @@ class Stack:
     def wait_until_up(self) -> bool:
         """Whether all servers answer; False when told to stop first. Raises Refusal when one does not in time."""
         return wait_until_up(self._servers, self._stop)
+
+    def run(self, role: str, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> bool:
+        """Whether a command has ended well; False when told to stop first, which ends it.
+
+        Raises ProcessFailedError, and TimeoutError when it does not end within `timeout_s` seconds.
+        """
+        process, deadline = start(role, command, self.owner, environment), time.monotonic() + timeout_s
+        try:
+            while not process.check():
+                if self._stop.wait(POLL_S):
+                    return False
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{role} did not end within {timeout_s:g} s: look at its log, {process.log}")
+            return True
+        finally:
+            process.stop()
 
     def tend(self, say: Callable[[str], None]) -> None:
         """Start again what has died. Raises ProcessFailedError for what is not, or no longer, started again."""
@@ -117,11 +138,14 @@ def start_everything(stack: Stack, prefect_port: int, mlflow_port: int, take_ove
         "MLFLOW_TRACKING_URI": f"http://{HOST}:{mlflow_port}",
         **s3.access.environment,
     }
-    flows, drafts = environment | _prefect_store(postgres), environment | _mlflow_store(postgres)
+    flows = environment | _prefect_store(postgres, stack.folder / "prefect")
+    drafts = environment | _mlflow_store(postgres)
     stack.serve(lambda: start_prefect(owner, prefect_port, credential, flows))
+    stack.run("mlflow-schema", module("infra.servers.mlflow_schema"), drafts, SCHEMA_S)
     stack.serve(lambda: start_mlflow(owner, mlflow_port, drafts))
-    if stack.wait_until_up():
-        _deploy(owner, stack.folder, environment, take_over)
+    deploy = _deploy_command(stack.folder, take_over)
+    # No worker lives yet: flow runs that were being submitted when the stack ended are scheduled again.
+    if stack.wait_until_up() and stack.run("prefect-deploy", deploy, environment, DEPLOY_S):
         # Clean-up runs there, and only with MLflow's own database can it remove deleted rows.
         clean_up = environment | {MLFLOW_DATABASE: drafts[MLFLOW_DATABASE]}
         for pool in WORK_POOLS:
@@ -139,9 +163,12 @@ def _make_bucket(s3: S3Server) -> None:
         files.mkdir(BUCKET)
 
 
-def _prefect_store(postgres: PostgresServer) -> dict[str, str]:
+def _prefect_store(postgres: PostgresServer, home: Path) -> dict[str, str]:
     database = postgres.make_database("prefect").replace("postgresql+psycopg:", "postgresql+asyncpg:")
-    return {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database}
+    # Leases are files in Prefect's home. A server with another database that finds an expired one there removes it,
+    # and the slots, which it does not know, stay occupied for good. Profiles are the user's.
+    profiles = unless_set({"PREFECT_PROFILES_PATH": str(prefect_home() / "profiles.toml")})
+    return {"PREFECT_SERVER_DATABASE_CONNECTION_URL": database, "PREFECT_HOME": str(home), **profiles}
 
 
 def _mlflow_store(postgres: PostgresServer) -> dict[str, str]:
@@ -157,20 +184,12 @@ def _start_worker(owner: Owner, pool: str, environment: Mapping[str, str]) -> Pr
     return start(f"worker-{pool}", command, owner, {**environment, **WORKER}, grace_s=GRACE_S)
 
 
-def _deploy(owner: Owner, folder: Path, environment: Mapping[str, str], take_over: bool) -> None:
-    """Work pools and deployments of prefect.yaml; what the operator changed of them stays.
-
-    No worker of the stack lives yet: flow runs that were being submitted when it ended are scheduled again.
-    """
-    command = module("tasks.deployments", folder, "--no-workers", *(["--take-over"] if take_over else []))
-    process = start("prefect-deploy", command, owner, environment)
-    try:
-        process.wait(DEPLOY_S)
-    finally:
-        process.stop()
+def _deploy_command(folder: Path, take_over: bool) -> list[str]:
+    """Work pools and deployments of prefect.yaml; what the operator changed of them stays."""
+    return module("tasks.deployments", folder, "--no-workers", *(["--take-over"] if take_over else []))
 
 
 def write_environment(file: Path, environment: Mapping[str, str]) -> None:
-    """A file for `source`, readable by its owner alone: it holds a secret."""
+    """A file of shell commands, readable by its owner alone: it holds a secret."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environment.items())]
     write_atomically(file, "\n".join([*lines, ""]), mode=0o600)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +27,12 @@ from flows import stack_command
 from flows.command_line import app
 from infra.files.atomic import write_atomically
 from infra.files.locks import hold
+from infra.network.ports import HOST, reserved_port
+from infra.processes.process import start as start_process
 from infra.refusal import Refusal
+from infra.servers.local import Server
+from infra.servers.postgres import NOBODY
+from infra.servers.stack import Stack
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()"]
@@ -90,6 +97,9 @@ def test_a_stack_mends_itself_and_leaves_nothing(
     assert {address for process in processes(folder) for address in listens_at(process)} == {"127.0.0.1"}
     assert (folder / "environment").stat().st_mode & 0o077 == 0
 
+    assert list((folder / "prefect" / "concurrency_leases").iterdir())
+    assert not (public_folder / "prefect" / "concurrency_leases").exists()  # where other servers look for theirs
+
     again = draftsmith("up")
     assert again.returncode == 2
     assert f"it is up already: Prefect  http://127.0.0.1:{prefect}" in again.stderr
@@ -117,6 +127,67 @@ def test_a_living_stack_keeps_its_log(tmp_path: Path, monkeypatch: pytest.Monkey
     with hold(folder / "lock"), pytest.raises(Refusal, match=r"it is up already: Prefect  http://127\.0\.0\.1:1;"):
         CliRunner().invoke(app, ["up", "--background"], catch_exceptions=False)
     assert (folder / "up.log").read_text() == "everything is up\n"
+
+
+def test_a_stack_of_another_user_is_refused_with_its_owner(
+    public_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = public_folder / ".stack"
+    write_atomically(folder / "prefect-credential", "secret", mode=0o600)
+    folder.chmod(0o777)
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(public_folder))
+    monkeypatch.chdir(ROOT)
+    if os.getuid() != 0:  # no user may become another one
+        (folder / "prefect-credential").chmod(0)
+    with as_nobody(), pytest.raises(Refusal, match=rf"{folder} belongs to {folder.owner()}.*\$DRAFTSMITH_RUNS"):
+        CliRunner().invoke(app, ["up"], catch_exceptions=False)
+    assert [path.name for path in folder.iterdir()] == ["prefect-credential"]
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Where this user is root."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+def test_a_stack_keeps_its_ports(tmp_path: Path) -> None:
+    """Shells, schedules and servers have them; another user's stack may hold them after a restart of the machine."""
+    with reserved_port() as (prefect, _), reserved_port() as (mlflow, _), reserved_port() as (other, _):
+        assert stack_command.kept_ports(tmp_path, prefect, mlflow) == (prefect, mlflow)
+        assert stack_command.kept_ports(tmp_path, None, None) == (prefect, mlflow)
+        with socket.create_server((HOST, mlflow)):
+            with pytest.raises(Refusal, match=rf"MLflow's port {mlflow} .*--mlflow-port"):
+                stack_command.kept_ports(tmp_path, None, None)
+            assert stack_command.kept_ports(tmp_path, None, other) == (prefect, other)
+        assert stack_command.kept_ports(tmp_path, None, None) == (prefect, other)
+
+
+def test_down_stops_a_stack_that_is_still_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path))
+    monkeypatch.setattr("infra.servers.local.START_S", 30.0)
+    stopping: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as threads:
+
+        def start(stack: Stack) -> tuple[str, Mapping[str, str]]:
+            silent = start_process("silent", ["sleep", "600"], stack.owner)
+            stack.serve(lambda: Server("silent", "", silent, f"http://{HOST}:9/"))
+            stopping.append(threads.submit(stack_command.down))
+            assert not stack.wait_until_up()
+            return "addresses", {}
+
+        stack_command.serve("stack", start, 0)
+        stopping[0].result()
+    assert capsys.readouterr().out.split("\n")[1:] == ["stopping", "everything is down", ""]
+    assert not (tmp_path / ".stack" / "addresses").exists()
+    assert not (tmp_path / ".stack" / "stop").exists()
 
 
 def credential(folder: Path) -> str:

@@ -25,6 +25,7 @@ from infra.tracking import runs
 ROOT = Path(__file__).parents[2]
 STARTED_S = 400.0
 ENDED_S = 240.0
+UI = f".ui-{os.getuid()}"
 FLOW = """
 from prefect import flow
 
@@ -152,7 +153,7 @@ def test_both_servers_show_earlier_runs_until_sigterm_which_leaves_nothing(
     prefect, mlflow = ui.ports
     assert f"http://127.0.0.1:{prefect}" in ui.printed
     assert f"http://127.0.0.1:{mlflow}" in ui.printed
-    variables = (home / "runs" / ".ui" / "environment").read_text()
+    variables = (home / "runs" / UI / "environment").read_text()
     assert f"export PREFECT_API_URL=http://127.0.0.1:{prefect}/api" in variables
     assert "Model training" in ui.printed
     assert json.loads(ui.get(prefect, "/ui-settings"))["api_url"] == f"http://127.0.0.1:{prefect}/api"
@@ -183,7 +184,7 @@ def test_a_killed_command_leaves_nothing(tmp_path: Path, start_ui: Callable[[Pat
     family = ui.wait_until_up()
     ui.process.kill()
     ui.process.wait(ENDED_S)
-    with hold(tmp_path / "runs" / ".ui" / "lock", wait_s=ENDED_S):
+    with hold(tmp_path / "runs" / UI / "lock", wait_s=ENDED_S):
         until(lambda: not running(family), ENDED_S)  # the supervisors themselves are the last to go
 
 
@@ -197,7 +198,7 @@ def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
     server.kill()
     assert ui.process.wait(ENDED_S) == 1
     assert "mlflow-server was killed by signal 9" in ui.printed
-    assert str(home / "runs" / ".ui" / "logs" / "mlflow-server.log") in ui.printed
+    assert str(home / "runs" / UI / "logs" / "mlflow-server.log") in ui.printed
     assert "Uvicorn running" in ui.printed  # the end of the log
     assert not running(family)
 
@@ -205,7 +206,7 @@ def test_a_server_that_dies_ends_the_command_with_the_end_of_its_log(
 @pytest.mark.long
 def test_told_to_stop_while_it_starts_it_stops(tmp_path: Path, start_ui: Callable[[Path], Ui]) -> None:
     ui = start_ui(tmp_path)
-    until((tmp_path / "runs" / ".ui" / "logs" / "prefect-server.log").exists, ENDED_S)
+    until((tmp_path / "runs" / UI / "logs" / "prefect-server.log").exists, ENDED_S)
     family = psutil.Process(ui.process.pid).children(recursive=True)
     ui.process.send_signal(signal.SIGINT)
     assert ui.process.wait(ENDED_S) == 0, ui.printed

@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from infra.processes.process import Owner
-from infra.servers.s3 import S3Server
-from infra.servers.s3_security import PARTS, write_security
+from infra.servers.s3 import PARTS, S3Server, write_security
 
 pytestmark = pytest.mark.slow
 SIZE = 96 * 2**20

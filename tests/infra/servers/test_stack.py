@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -13,10 +14,12 @@ import psutil
 import pytest
 
 from benchmarks.postgres import kill
+from infra.files.atomic import write_atomically
 from infra.network.ports import lasting_ports
 from infra.processes.process import Owner, ProcessFailedError
+from infra.refusal import Refusal
 from infra.servers.postgres import NOBODY, PostgresServer
-from infra.servers.s3 import S3Server
+from infra.servers.s3 import PARTS, S3Access, S3Server
 from infra.servers.stack import Stack
 
 WAIT_S = 240.0
@@ -81,6 +84,18 @@ def test_a_stack_leaves_no_socket_of_its_object_store(public_folder: Path, owner
     stack.close()
     ports = server.access.ports.values()
     assert [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")] == []
+
+
+def test_another_program_at_a_port_of_the_object_store_is_refused(tmp_path: Path, owner: Owner) -> None:
+    """It took the port while the stack was down, and may answer as the store does."""
+    names = [*PARTS, *(f"{part}-grpc" for part in PARTS)]
+    ports = dict(zip(names, lasting_ports(len(names)), strict=True))
+    file = tmp_path / "s3" / "access.json"
+    write_atomically(file, S3Access(access_key="key", secret_key="secret", ports=ports))
+    with socket.create_server(("127.0.0.1", ports["s3"])):
+        with pytest.raises(Refusal, match=rf"another program listens at port {ports['s3']}.*{file}"):
+            S3Server(tmp_path / "s3", owner)
+    assert not (owner.logs / "s3.log").exists()
 
 
 def test_a_database_starts_although_another_program_has_its_old_process_id(
