@@ -40,25 +40,24 @@ def deploy(
 ) -> None:
     """Create or update a draft's deployments in Prefect: retraining, promotion, nightly benchmark, traffic watch.
 
-    Options that are left out stay as they were, and so does what was changed in Prefect's page.
+    Options that are left out stay as they were, and so does what was changed in Prefect's page, but for what a given
+    option sets.
     """
     from models.config.recipe import load_recipe
-    from tasks.draft_deployments import DeployOptions, deploy_draft, folder_in_force, remembered
+    from tasks.draft_deployments import DeployOptions, deploy_draft, folder_in_force
 
-    config, logs = load_recipe(recipe, overrides), _folder()
-    before, place = remembered(config.draft_name), folder_in_force(config.draft_name)
-    wanted = str(folder.absolute()) if folder else place or str(Path.cwd())
-    options = DeployOptions(
-        cron=cron or before.cron,
-        watch=tuple(watch or before.watch),
-        requests=requests or before.requests,
-        notify=tuple(notify or before.notify),
-        paused=before.paused if pause is None else pause,
-        folder=wanted,
-    )
-    names, stays = deploy_draft(logs, config, options)
+    config, logs, here = load_recipe(recipe, overrides), _folder(), str(Path.cwd())
+    before = folder_in_force(config.draft_name)
+    wanted = str(folder.absolute()) if folder else before or here
+    options = {"cron": cron, "watch": watch, "requests": requests, "notify": notify}
+    given = {name: value for name, value in options.items() if value}
+    given |= {} if pause is None else {"paused": pause}
+    names, stays = deploy_draft(logs, config, DeployOptions.model_validate({**given, "folder": wanted}))
     print(f"{config.draft_name} in {public(prefect_api_url() or '')}: {', '.join(names)}")
-    print(f"Runs start in {wanted}" + (f", before in {place}" if place not in (None, wanted) else ""))
+    if folder is None and wanted != here:
+        print(f"Runs start in {wanted}, with the code there; where the project has moved, give `--folder {here}`")
+    else:
+        print(f"Runs start in {wanted}" + (f", before in {before}" if before not in (None, wanted) else ""))
     if stays:
         print("Stays as it was changed in Prefect:", *stays, sep="\n  ")
     print(f"To train it now: prefect deployment run retrain/{config.name}")
@@ -77,7 +76,7 @@ def undeploy(
 def _folder() -> Path:
     if prefect_api_url() is None:
         raise Refusal(
-            "PREFECT_API_URL names no Prefect server: `draftsmith up` starts one; then source runs/.stack/environment"
+            "PREFECT_API_URL names no Prefect server: `draftsmith up` starts one; then `. runs/.stack/environment`"
         )
     check_prefect()
     return runs_folder() / ".deployments"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from prefect.blocks.core import Block
@@ -54,6 +55,15 @@ class Deployed(Record):
 
     deployments: Mapping[str, Settings] = {}
     automations: Mapping[str, bool] = {}
+
+    def renamed(self, names: Mapping[str, str]) -> "Deployed":
+        """The same with these deployments and automations under new names; one that has a new name already counts."""
+
+        def under_new(values: Mapping[str, Found]) -> dict[str, Found]:
+            moved = {names[old]: values[old] for old in names.keys() & values.keys()}
+            return moved | {name: value for name, value in values.items() if name not in names}
+
+        return Deployed(deployments=under_new(self.deployments), automations=under_new(self.automations))
 
     def over(self, before: "Deployed", fresh: "Deployed") -> "Deployed":
         """What was deployed last, after a call that may have deployed a part only: what differs from `before` is of
@@ -127,6 +137,9 @@ def deploy(
     draft: str | None = None,
     only: Collection[str] | None = None,
     locks: tuple[int, ...] = (),
+    *,
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    overrule: Callable[[Settings, Settings], Settings] = lambda kept, _fresh: kept,
 ) -> list[str]:
     """Bring a file of deployments into force; by default the current folder's. `folder` is for logs.
 
@@ -134,6 +147,10 @@ def deploy(
 
     `draft`: whose deployments they are; None: prefect.yaml's own. `only` names the file's deployments (FLOW/NAME) and
     automations: what is kept of an interrupted call is soon out of date for all others. None: all are the file's.
+
+    `renamed`: deployments and automations in force whose changes their successors take over: old names -> new ones.
+
+    `overrule`: returns what is to be in force, from what keeps the operator's changes and from what was deployed.
 
     `locks`: descriptors of locks that stay held until Prefect's command is gone, which a killed process leaves behind
     for a moment.
@@ -146,7 +163,8 @@ def deploy(
             _ensure_pool(client, pool)
         record = DeploymentRecord.of(draft)
         record.refuse_other(draft or str(file))
-        before = Deployed.model_validate(record.interrupted or _read_all(client, only).model_dump(mode="json"))
+        found = record.interrupted or _read_all(client, only and {*only, *renamed}).model_dump(mode="json")
+        before = Deployed.model_validate(found).renamed(renamed)
         under_way = {"interrupted": before.model_dump(mode="json"), "by": platform.node(), "since": datetime.now(UTC)}
         record = record.keep(draft, **under_way)
         command = module("prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file))
@@ -162,8 +180,8 @@ def deploy(
             # Also where the command failed: what it has deployed by then must not undo what the operator changed.
             fresh = _read_all(client, only)
             # Without a record nobody knows what is the operator's: the file counts.
-            last = Deployed.model_validate(record.last) if record.last else before
-            stays = _restore(client, before, last, fresh)
+            last = Deployed.model_validate(record.last).renamed(renamed) if record.last else before
+            stays = _restore(client, before, last, fresh, overrule)
             last = fresh if whole else last.over(before, fresh)
             record.keep(draft, last=last.model_dump(mode="json"), interrupted=None)
     return stays
@@ -255,14 +273,20 @@ def _settings(found: DeploymentResponse) -> Settings:
     }
 
 
-def _restore(client: SyncPrefectClient, before: Deployed, last: Deployed, fresh: Deployed) -> list[str]:
+def _restore(
+    client: SyncPrefectClient,
+    before: Deployed,
+    last: Deployed,
+    fresh: Deployed,
+    overrule: Callable[[Settings, Settings], Settings],
+) -> list[str]:
     """Give deployments and automations back what was the operator's; returns what that is."""
     stays = list[str]()
     for name, found in _deployments(client).items():
-        if name not in before.deployments:
+        if name not in before.deployments or name not in fresh.deployments:
             continue
         now, new = before.deployments[name], fresh.deployments[name]
-        kept = keep_changes(now, last.deployments.get(name, new), new)
+        kept = overrule(keep_changes(now, last.deployments.get(name, new), new), new)
         if kept != new:
             client.update_deployment(found.id, _update(kept))
             stays += [f"{name}: {place}" for place in _differing(kept, new)]

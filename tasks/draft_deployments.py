@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -25,7 +26,7 @@ from infra.refusal import Refusal
 from infra.servers.stack import WORK_POOLS
 from models.config.data import LIVE
 from models.config.recipe import RunConfig
-from tasks.deployments import DeploymentRecord, all_pages, deploy, folder_of, recovery_folder
+from tasks.deployments import DeploymentRecord, Settings, all_pages, deploy, folder_of, recovery_folder
 from tasks.events import DRIFTED, EVERY, PROMOTED, UNPROVEN
 from tasks.side_effects import draft_tag
 
@@ -43,8 +44,12 @@ BODY = """{{ event.event }}: {{ event.payload.model_uri or event.payload.draft }
 {% endfor %}"""
 
 
+RETRAIN, WATCH = "retrain", "every-quarter-hour"
+"""Slugs of the schedules that `--pause` stops."""
+
+
 class DeployOptions(Record):
-    """What a person asked for beside the recipe. What is not said again stays."""
+    """What a person asked for beside the recipe. An option that is left out keeps its last value."""
 
     cron: str | None = None
     """When to retrain."""
@@ -61,16 +66,17 @@ class DeployOptions(Record):
     """Automations that were paused because this deployment does the same."""
 
 
-def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tuple[list[str], list[str]]:
-    """Create or update the deployments of a recipe's draft; what an operator changed stays.
+def deploy_draft(folder: Path, config: RunConfig, given: DeployOptions) -> tuple[list[str], list[str]]:
+    """Create or update the deployments of a recipe's draft; what an operator changed stays, but for what `given` sets.
 
-    Returns their names, and what stays. `folder` is for the lock, Prefect's file and logs. Raises Refusal for a
-    schedule or an address that cannot be used, for a notification block that is not there, and while another command
-    deploys this draft.
+    Options that `given` does not set are those of the last time. Returns the deployments' names, and what stays.
+    `folder` is for the lock, Prefect's file and logs. Raises Refusal for a schedule or an address that cannot be used,
+    for a notification block that is not there, and while another command deploys this draft.
     """
-    if options.cron:
-        _check_cron(options.cron)
+    if given.cron:
+        _check_cron(given.cron)
     draft, place = config.draft_name, folder / config.draft_name
+    options = remembered(draft).model_copy(update=given.model_dump(exclude_unset=True))
     deployments = list(described(config, options))
     names = [f"{each['entrypoint'].rpartition('.')[2].replace('_', '-')}/{each['name']}" for each in deployments]
     triggers = [trigger["name"] for each in deployments for trigger in each.get("triggers", ())]
@@ -79,9 +85,21 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tup
         blocks = {name: _block(client, name) for name in options.notify}
         with _alone(folder, draft) as lock:
             place.mkdir(parents=True, exist_ok=True)
-            _delete(client, (one for one in of_draft(client, draft) if _name(client, one) not in names))
+            replaced = {_name(client, one): one for one in of_draft(client, draft)}
+            for name in names:
+                replaced.pop(name, None)
             write_atomically(place / FILE, yaml.safe_dump(HEAD | {"deployments": deployments}))
-            stays = deploy(place, place / FILE, draft, [*names, *triggers], (lock.descriptor,))
+            stays = deploy(
+                place,
+                place / FILE,
+                draft,
+                [*names, *triggers],
+                (lock.descriptor,),
+                renamed=_renamed(replaced, names, triggers),
+                overrule=partial(overruled, given=given),
+            )
+            # Last: what was changed of them counts until their successors have it.
+            _delete(client, replaced.values())
             others = _others_of(client, draft)
             taken_over = dict.fromkeys([*remembered(draft).taken_over, *others])
             # First: killed in between, the next `undeploy` knows of them.
@@ -92,6 +110,32 @@ def deploy_draft(folder: Path, config: RunConfig, options: DeployOptions) -> tup
             for block, document in blocks.items():
                 _tell(client, draft, block, document)
     return names, stays
+
+
+def _renamed(replaced: Iterable[str], names: Iterable[str], triggers: Iterable[str]) -> dict[str, str]:
+    """Deployments of the recipe's earlier name and their triggers -> those of its name today."""
+    renamed = dict[str, str]()
+    for old in replaced:
+        new = next((name for name in names if name.partition("/")[0] == old.partition("/")[0]), None)
+        if new:
+            renamed |= {old + one.removeprefix(new): one for one in (new, *triggers) if f"{one} ".startswith(f"{new} ")}
+    return renamed
+
+
+def overruled(kept: Settings, fresh: Settings, given: DeployOptions) -> Settings:
+    """`kept`, but what a given option sets as in `fresh`, whatever was changed in Prefect before."""
+    schedules, parameters = dict(kept["schedules"]), dict(kept["parameters"])
+    if "cron" in given.model_fields_set and RETRAIN in fresh["schedules"]:
+        new = fresh["schedules"][RETRAIN]
+        schedules[RETRAIN] = new | {"active": schedules.get(RETRAIN, new)["active"]}
+    if "paused" in given.model_fields_set:
+        for slug in {RETRAIN, WATCH} & schedules.keys() & fresh["schedules"].keys():
+            schedules[slug] = schedules[slug] | {"active": fresh["schedules"][slug]["active"]}
+        kept = {**kept, "paused": fresh["paused"]}
+    for option, key in (("watch", "servers"), ("requests", "requests")):
+        if option in given.model_fields_set and key in (new := fresh["parameters"].get("config", {})):
+            parameters["config"] = {**parameters.get("config", new), key: new[key]}
+    return {**kept, "schedules": schedules, "parameters": parameters}
 
 
 def _check_owner(client: SyncPrefectClient, draft: str, names: Collection[str]) -> None:
@@ -171,7 +215,7 @@ def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, A
     # No limit: Prefect ends a run whose slot it cannot renew, and trainings of one draft wait for each other anyway.
     retrain = _deployment("retrain_draft.retrain", config, options, {"config": tree}, resumable=True)
     if options.cron:
-        retrain["schedules"] = [_schedule("retrain", options.cron, options)]
+        retrain["schedules"] = [_schedule(RETRAIN, options.cron, options)]
     again = [_when_promoted(draft, tree)] if config.data.source == LIVE else []
     yield retrain | {"triggers": [_on_drift(draft, tree), *again]}
     if config.data.regeneration is not None:
@@ -184,7 +228,7 @@ def described(config: RunConfig, options: DeployOptions) -> Iterable[dict[str, A
     if options.watch:
         watched = {"config": _watched(config, options)}
         watch = _deployment("watch_traffic.watch_traffic", config, options, watched, limit=SKIP)
-        yield watch | {"schedules": [{"slug": "every-quarter-hour", "interval": 900, "active": not options.paused}]}
+        yield watch | {"schedules": [{"slug": WATCH, "interval": 900, "active": not options.paused}]}
 
 
 def _watched(config: RunConfig, options: DeployOptions) -> dict[str, Any]:

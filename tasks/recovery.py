@@ -1,6 +1,7 @@
 """Finds out how a flow run died, and resumes its run."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -80,8 +81,8 @@ def look_at(flow_run: str) -> DeadRun | None:
     """
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(UUID(flow_run))
-        if not _is_ours(client, found):
-            get_run_logger().info("%s is not a run of Draftsmith's deployments: it is left alone", found.name)
+        if why := _not_ours(client, found):
+            get_run_logger().warning("%s is left alone: %s", found.name, why)
             return None
         assert found.deployment_id
         dead = DeadRun(found.id, found.name, found.deployment_id, found.parameters, tuple(found.tags))
@@ -121,15 +122,18 @@ def _refuse_elsewhere(flow_run: FlowRun) -> None:
         )
 
 
-def _is_ours(client: SyncPrefectClient, flow_run: FlowRun) -> bool:
-    """Others may have a flow of the same name on the same server."""
-    if flow_run.deployment_id is None:
-        return False
-    try:
-        deployment = client.read_deployment(flow_run.deployment_id)
-    except ObjectNotFound:  # it was deleted while its run went on
-        return False
-    return TAG in deployment.tags and deployment.entrypoint in ENTRYPOINTS
+def _not_ours(client: SyncPrefectClient, flow_run: FlowRun) -> str | None:
+    """Why nothing can be started for the flow run: others may have a flow of the same name on the same server."""
+    deployment = None
+    with suppress(ObjectNotFound):  # deleted between the two questions
+        deployment = client.read_deployment(flow_run.deployment_id) if flow_run.deployment_id else None
+    if deployment and TAG in deployment.tags and deployment.entrypoint in ENTRYPOINTS:
+        return None
+    if deployment or TAG not in flow_run.tags:
+        return "it is not a run of Draftsmith's deployments"
+    folder = folder_of_flow_run(str(flow_run.id), flow_run.parameters.get("run"))
+    remedy = f"; resume its run with `draftsmith retrain --resume {folder.name}`" if folder else ""
+    return f"its deployment was deleted, as by `undeploy` or with a recipe's old name{remedy}"
 
 
 @side_effect("start it again")

@@ -27,9 +27,18 @@ LOOK_S = 1.0
 ENDED = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
+MORTAL = """
+import os, sys
+from infra.processes.exit import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
 @contextmanager
 def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A command in a process group of its own, stopped at the end."""
+    """A command in a process group of its own, stopped at the end, and killed where pytest itself is killed."""
+    command = [sys.executable, "-c", MORTAL, str(os.getpid()), *command]
     with log.open("a") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -85,6 +94,9 @@ class Stack:
 
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         return self._ask("PATCH", path, body)
+
+    def delete(self, path: str) -> None:
+        self._ask("DELETE", path, None)
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Asks again, as Prefect's own client does, while the server's SQLite is busy."""

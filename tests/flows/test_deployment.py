@@ -47,7 +47,6 @@ SMALL = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=2",
 ]
 
@@ -183,7 +182,7 @@ def assert_finished(stack: Any, folder: RunFolder) -> None:
     assert list(stack.memory.iterdir()) == []
     assert mlflow_status(folder) == "FINISHED"
     keys = {artifact["key"] for artifact in stack.post("artifacts/filter", {})}
-    assert {"acceptance-length-tiny", "report-tiny"} <= keys
+    assert "report-tiny" in keys
 
 
 def assert_given_up(stack: Any, folder: RunFolder, crashed: str) -> None:
@@ -224,8 +223,7 @@ def test_runs_share_no_gpu_and_wait_for_one(
     names = ["one", "two", "three"]
     settings = [*SMALL, "training.max_steps=60", "pools.inference_gpus=1"]
     held: set[tuple[tuple[str, str], ...]] = set()
-    fake = str(ROOT / "tests" / "fake_gpu")
-    with stack.worker(DRAFTSMITH_GPUS="GPU-fake-a,GPU-fake-b", PYTHONPATH=fake):
+    with stack.worker(DRAFTSMITH_GPUS="GPU-fake-a,GPU-fake-b"):
         # Of different drafts: trainings of one wait for each other.
         runs = [submit("retrain", name, *settings, f"tracking.registered_model=draft-{name}") for name in names]
         until(lambda: held.add(holders(stack, names)) or ended(stack, runs), "for three runs")

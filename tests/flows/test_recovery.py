@@ -1,9 +1,10 @@
 """What `recover` says of flow runs that fell silent, asked of a real server."""
 
-import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,11 +52,17 @@ def state_of(stack: Any, flow_run: str) -> str:
 def test_a_flow_that_has_just_released_its_run_is_not_dead(
     stack: Any, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It ends between two looks."""
+    looks = list[str]()
+
+    def wait(_seconds: float) -> None:
+        looks.append(state_of(stack, silent))
+        say(stack, silent, "COMPLETED")
+
     monkeypatch.setattr("tasks.recovery.ENDING_S", 120.0)
-    flow = threading.Timer(2, say, (stack, silent, "COMPLETED"))
-    flow.start()
+    monkeypatch.setattr("tasks.recovery.time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
     assert look_at(silent) is None
-    flow.join(60)
+    assert looks == ["RUNNING"]
     assert state_of(stack, silent) == "COMPLETED"
 
 
@@ -115,6 +122,21 @@ def test_what_was_being_submitted_when_the_workers_ended_is_submitted_again(stac
     assert (state_of(stack, interrupted), state_of(stack, silent)) == ("SCHEDULED", "RUNNING")
     assert stack.post(f"flow_runs/{interrupted}/set_state", pending)["state"]["name"] == "Pending", "the slot is free"
     say(stack, interrupted, "CANCELLED")
+
+
+def test_a_run_whose_deployment_is_deleted_is_named_as_one(
+    stack: Any, silent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    retrain = stack.get("deployments/name/retrain/retrain")
+    alike = {name: retrain[name] for name in ("flow_id", "tags", "entrypoint", "parameters")}
+    renamed = stack.post("deployments/", alike | {"name": "renamed"})["id"]
+    body = {"parameters": {"config": retrain["parameters"]["config"], "run": RUN}}
+    flow_run = stack.post(f"deployments/{renamed}/create_flow_run", body)["id"]
+    say(stack, flow_run, "CRASHED")
+    stack.delete(f"deployments/{renamed}")
+    assert look_at(flow_run) is None
+    assert "its deployment was deleted" in caplog.text
+    assert f"`draftsmith retrain --resume {RUN}`" in caplog.text
 
 
 FOREIGN = """

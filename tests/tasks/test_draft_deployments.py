@@ -1,6 +1,7 @@
 """The deployments of one draft, by their description."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -8,7 +9,8 @@ import yaml
 from infra.drift.config import WatchConfig
 from infra.refusal import Refusal
 from models.config.recipe import as_recipe, load_recipe
-from tasks.draft_deployments import DeployOptions, described
+from tasks.deployments import Deployed, Settings, keep_changes
+from tasks.draft_deployments import DeployOptions, _renamed, described, overruled
 from tasks.events import PROMOTED, UNPROVEN
 from tasks.side_effects import artifact_key
 
@@ -79,6 +81,68 @@ def test_an_address_with_a_password_is_refused_before_it_is_written_down(options
 def test_runs_start_where_it_was_said() -> None:
     found = by_flow("tiny", [], folder="/srv/draftsmith")
     assert {each["work_pool"]["job_variables"]["working_dir"] for each in found.values()} == {"/srv/draftsmith"}
+
+
+def retraining(cron: str, active: bool) -> dict[str, Any]:
+    schedules = {"retrain": {"active": active, "schedule": {"cron": cron, "timezone": "UTC"}}}
+    return {"paused": not active, "schedules": schedules, "parameters": {"config": {"seed": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "before", "fresh", "counts"),
+    [
+        # Resumed in the page, paused again by the command; and the other way round.
+        ({"paused": True}, retraining("0 3 * * *", True), retraining("0 3 * * *", False), "fresh"),
+        ({"paused": False}, retraining("0 3 * * *", False), retraining("0 3 * * *", True), "fresh"),
+        ({}, retraining("0 3 * * *", False), retraining("0 3 * * *", True), "before"),
+        ({"cron": "0 4 * * *"}, retraining("0 5 * * 1", True), retraining("0 4 * * *", True), "fresh"),
+        (
+            {"cron": "0 4 * * *"},
+            retraining("0 3 * * *", True) | {"schedules": {}},
+            retraining("0 4 * * *", True),
+            "fresh",
+        ),
+        ({"paused": False}, retraining("0 3 * * *", True) | {"schedules": {}}, retraining("0 3 * * *", True), "before"),
+    ],
+)
+def test_a_given_option_counts_over_what_was_changed_in_the_page(
+    given: dict, before: Settings, fresh: Settings, counts: str
+) -> None:
+    """What was deployed last has the options of the command, but for its cron."""
+    last = fresh if "paused" in given else retraining("0 3 * * *", True)
+    kept = overruled(keep_changes(before, last, fresh), fresh, DeployOptions(**given))
+    assert kept == {"before": before, "fresh": fresh}[counts]
+
+
+def test_a_given_server_and_folder_count_over_those_of_the_page_and_nothing_else() -> None:
+    def watching(server: str, folder: str, seed: int) -> Settings:
+        config = {"servers": [server], "requests": {"folder": folder}, "seed": seed}
+        return {"paused": False, "schedules": {}, "parameters": {"config": config}}
+
+    kept, fresh = watching("http://page:1", "/page", 7), watching("http://given:1", "/given", 1)
+    given = DeployOptions(watch=("http://given:1",), requests="/given")
+    assert overruled(kept, fresh, given) == watching("http://given:1", "/given", 7)
+    assert overruled(kept, fresh, DeployOptions()) == kept
+    retrain = retraining("0 3 * * *", True)
+    assert overruled(retrain, retrain, given) == retrain
+
+
+def test_a_recipe_s_new_name_takes_over_what_was_changed_under_the_old_one() -> None:
+    names = ["retrain/new", "promote/new"]
+    triggers = ["retrain/new when draft-a drifts"]
+    renamed = _renamed(["retrain/old", "promote/old", "watch-traffic/old"], names, triggers)
+    assert renamed == {
+        "retrain/old": "retrain/new",
+        "promote/old": "promote/new",
+        "retrain/old when draft-a drifts": "retrain/new when draft-a drifts",
+    }
+    old = Deployed(
+        deployments={"retrain/old": {"paused": True}}, automations={"retrain/old when draft-a drifts": False}
+    )
+    new = Deployed(deployments={"retrain/new": {"paused": True}}, automations={triggers[0]: False})
+    assert old.renamed(renamed) == new
+    both = Deployed(deployments={"retrain/old": {"paused": True}, "retrain/new": {"paused": False}})
+    assert both.renamed(renamed).deployments == {"retrain/new": {"paused": False}}, "it had taken over before"
 
 
 def test_two_drafts_share_no_key() -> None:
