@@ -29,8 +29,8 @@ class Record(BaseModel):
     @classmethod
     def read(cls, path: Path):
         """Read the record back from the JSON file at `path`. Raises Refusal for a damaged one."""
-        try:
-            return cls.model_validate_json(path.read_bytes())
+        try:  # fields that an earlier version wrote are left out: after an upgrade runs go on
+            return cls.model_validate_json(path.read_bytes(), extra="ignore")
         except (IsADirectoryError, PermissionError, ValidationError) as error:  # any other error is the machine's
             why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise Refusal(
@@ -371,9 +371,8 @@ class TrainingResult(Record):
     tokens: int
     """Target tokens trained on, over all epochs."""
     wall_s: float
-    data_wait_s: float
-    step_s: float
     """Seconds inside optimizer steps, data wait included."""
+    data_wait_s: float
     checkpoint: str
     """Folder of the final checkpoint."""
     final_loss: float
@@ -393,8 +392,8 @@ class TrainingResult(Record):
     @property
     def data_wait_share(self) -> float:
         """Share of the training time spent waiting for data."""
-        return self.data_wait_s / self.step_s if self.step_s else 0.0
+        return self.data_wait_s / self.wall_s if self.wall_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.step_s if self.step_s else 0.0
+        return self.tokens / self.wall_s if self.wall_s else 0.0
