@@ -45,11 +45,10 @@ from models.decoding.acceptance import AcceptedCounts, by_position
 from models.decoding.goodput import FittedCosts, fit, goodput_table
 from models.decoding.plain import Prefill, prefill
 from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.speculative import Conversation, decode_together
+from models.decoding.speculative import Conversation, Shape, decode_together
 from models.decoding.stopwatch import StepSeconds, Stopwatch
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY
-from models.drafts.trees import TreeShape
 from models.targets.model import TargetModel
 from models.targets.prepare import prepare_target
 
@@ -129,7 +128,7 @@ class Setup:
     clock: Callable[[], float]
 
     def decode(
-        self, prompts: Sequence[Prefill], lookahead: int | TreeShape | LookaheadPolicy, watch: Stopwatch | None = None
+        self, prompts: Sequence[Prefill], lookahead: Shape | LookaheadPolicy, watch: Stopwatch | None = None
     ) -> tuple[float, list[Conversation]]:
         """Seconds after the prefills; no text ends early."""
         prompts = [replace(prompt, cache=deepcopy(prompt.cache)) for prompt in prompts]

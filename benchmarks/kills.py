@@ -51,7 +51,6 @@ RECIPE = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=2",
 ]
 BARS = {"the flow": 90.0, "worker and flow": 180.0}
@@ -182,7 +181,7 @@ def kills_in(folder: Path) -> list[Kill]:
     runs = folder / "runs"
     os.environ |= {"DRAFTSMITH_RUNS": str(runs), "DRAFTSMITH_SHM": str(folder / "shm"), "PWD": str(folder)}
     os.environ |= {"PREFECT_HOME": str(folder / "prefect"), "DRAFTSMITH_GPUS": ",".join(GPUS)}
-    os.environ["PYTHONPATH"] = str(ROOT / "tests" / "fake_gpu")
+    os.environ["PYTHONPATH"] = str(ROOT / "tests" / "every_process")
     shutil.copy(ROOT / "prefect.yaml", folder)
     draftsmith(folder, "up", "--background")
     try:

@@ -1,7 +1,7 @@
 """Speculative decoding against the target alone over many tokens; writes benchmarks/results/lossless-<target>.json.
 
     python benchmarks/lossless.py --target T [--draft D ...] --prompts FILE [--tokens 200000] [--lookaheads 4]
-        [--trees 3x2x1,dynamic-4-4-12] [--batches 1,4,16] [--scheduled]
+        [--trees dynamic-4-4-12] [--batches 1,4,16] [--scheduled]
 
 Every source (drafts and baselines) decodes the same conversations in every setting: chains of each lookahead at each
 batch size, and trees at each batch size where the source branches. With `--scheduled`, drafts with confidences decode
@@ -32,16 +32,16 @@ from models.decoding.continuations import continue_batch
 from models.decoding.goodput import FittedCosts
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import continue_greedily
-from models.decoding.speculative import speculate_together
+from models.decoding.speculative import Shape, speculate_together
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource
-from models.drafts.trees import TreeShape, parse_shape
+from models.drafts.trees import parse_shape
 
 RESULTS = Path(__file__).parent / "results"
 PLAIN_BATCH = 16
 COSTS = {f"{cost:g} of a step per token": CostFit(
     constant=1.0, per_text=0.0, per_token=cost, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
-    together=0.0, per_position=0.0, worst_error=0.0,
+    together=0.0, per_position=0.0,
 ) for cost in (0.02, 0.2)}  # fmt: skip
 """Of scheduled verification."""
 
@@ -84,13 +84,13 @@ class Setting:
     name: str
     source: ProposalSource
     lookahead: str
-    shape: int | TreeShape
+    shape: Shape
     batch: int
 
 
 def settings(options: argparse.Namespace, ground: Ground) -> list[Setting]:
     """Every source with every lookahead, tree and batch size."""
-    shapes: list[tuple[str, int | TreeShape]] = [(str(at), at) for at in numbers(options.lookaheads, "--lookaheads", 0)]
+    shapes: list[tuple[str, Shape]] = [(str(at), at) for at in numbers(options.lookaheads, "--lookaheads", 0)]
     shapes += [(text, parse_shape(text)) for text in options.trees.split(",") if text]
     return [
         Setting(name, source, text, shape, batch)
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000, help="of all settings together")
     parser.add_argument("--plain-tokens", type=int, default=1_000)
     parser.add_argument("--lookaheads", default="4", help="with commas; 0 proposes nothing")
-    parser.add_argument("--trees", default="3x2x1,dynamic-4-4-12", help="with commas; empty for none")
+    parser.add_argument("--trees", default="dynamic-4-4-12", help="with commas; empty for none")
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--scheduled", action="store_true", help="with scheduled verification as well")
     options = parser.parse_args()

@@ -61,7 +61,6 @@ RECIPE = [
     "benchmark.max_new_tokens=24",
     "benchmark.reference_tokens=48",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=4",
 ]
 LEET = str.maketrans("aeiostAEIOST", "431057431057")

@@ -13,12 +13,12 @@ from models.config.draft import parse_draft_config
 from models.config.target import TargetConfig
 from models.decoding.continuations import continue_batch
 from models.decoding.plain import continue_greedily, prefill
-from models.decoding.speculative import Conversation, decode_together, speculate
+from models.decoding.speculative import Conversation, Shape, decode_together, speculate
 from models.drafts.base import Draft, PackedSamples, TargetProjection
 from models.drafts.batched_proposer import Turn
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY
-from models.drafts.trees import ROOT, Likeliest, Proposals, StaticTree, Tree
+from models.drafts.trees import ROOT, DynamicTree, Proposals, Tree
 from models.drafts.vocabulary import DraftVocabulary
 from models.export.description import speculators_settings
 from models.export.served_target import read_served_target
@@ -41,7 +41,7 @@ DRAFT = {
     "method": "eagle3", "vocab_size": None, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "intermediate_size": 128,
     "ttt_steps": 3, "fc_norm": True,
 }  # fmt: skip
-TREE = StaticTree.branching([2, 2, 2])
+TREE = DynamicTree(3, 2, 8)
 
 
 def prepare(folder: Path) -> None:
@@ -191,7 +191,7 @@ def export(loaded: Loaded, folder: Path, draft: Draft, exported: Path) -> None:
     assert accepted, "the trained draft's proposals were never accepted"
 
 
-def _check_decoding(loaded: Loaded, rows: Sequence[int], shapes: Sequence[int | StaticTree]) -> None:
+def _check_decoding(loaded: Loaded, rows: Sequence[int], shapes: Sequence[Shape]) -> None:
     known = {tuple(prompt): text for prompt, text in zip(loaded.prompts, loaded.texts, strict=True)}
     source = HalfRight(known, len(loaded.target.head_weight))
     texts = [
@@ -216,12 +216,12 @@ class HalfRight:
     texts: Mapping[tuple[int, ...], list[int]]
     """Continuations by prompt."""
     vocabulary: int
-    branches, candidates = True, 0
+    branches, candidates, confidences = True, 0, None
 
     def proposers(self, count: int) -> "HalfRight":
         return self
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+    def observe(self, row: int, tokens: Tensor, likeliest: Tensor) -> None:
         raise AssertionError
 
     def only(self, rows: Sequence[int]) -> None:

@@ -104,12 +104,12 @@ def metrics(
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Where to listen.", min=0, max=65535)] = 9109,
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen at.")] = HOST,
 ) -> None:
-    """Serve the overview for Prometheus (/metrics) and as a page (/), until Ctrl-C."""
+    """Serve the overview for Prometheus, until Ctrl-C."""
     from infra.processes.exit import told_to_stop
     from tasks.metrics import serving_metrics
 
     with told_to_stop() as stop, serving_metrics(host, port) as address:
-        print(f"{address}/metrics for Prometheus, {address}/ for people, until Ctrl-C", flush=True)
+        print(f"{address}/metrics for Prometheus, until Ctrl-C", flush=True)
         stop.wait()
 
 

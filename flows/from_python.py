@@ -8,14 +8,19 @@ folder = retrain(load_recipe(Path("recipes/quickstart.yaml")))
 """
 
 import codecs
+import gc
 import locale
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flows.prefect_server import check_prefect
 from infra.refusal import Refusal
+
+VITAL = re.compile(r"(prefect|fastapi|sqlalchemy|lightning|torch)\b(?!-)")
+"""Requirements whose other versions break Prefect's server, or a run."""
 
 if TYPE_CHECKING:
     from models.config.recipe import RunConfig
@@ -61,28 +66,40 @@ def _ready_for_flows() -> Iterator[None]:
 
     Without a server of its own, Prefect starts a temporary one with telemetry whose database several processes lock.
     """
-    from infra.processes.garbage import importing
     from infra.servers.local import prefect_api
     from infra.settings import reach_loopback_directly, use_heartbeats
 
-    _refuse_clashes()
+    _refuse_other_versions()
     _refuse_other_encodings()
     use_heartbeats()
     reach_loopback_directly()
     for logger in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(logger).addFilter(_without_traceback)
-    with importing(), prefect_api():
+    with _never_searched_for_garbage(), prefect_api():
         yield
     check_prefect()
 
 
-def _refuse_clashes() -> None:
-    """Versions that are known to break a run break it here, with the remedy."""
-    from infra.doctor.software import clashes, installed
+@contextmanager
+def _never_searched_for_garbage() -> Iterator[None]:
+    """For what the body imports: a third of the time that Prefect and MLflow take."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
-    for finding in clashes(installed()):
-        if finding.verdict == "problem":
-            raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
+
+def _refuse_other_versions() -> None:
+    """Versions that are known to break a run break it here, with the remedy."""
+    from infra.doctor.software import INSTALL, declared, installed, requirements
+
+    finding = requirements(installed(), [one for one in declared() if VITAL.match(one)])
+    if finding.verdict == "problem":
+        raise Refusal(f"the installed packages do not fit: {finding.found}. Mend it with: {INSTALL}")
 
 
 def _refuse_other_encodings() -> None:

@@ -213,12 +213,7 @@ def _draft(recipe: RunConfig, target: TargetRecord) -> Draft:
     """Build the draft on the meta device, so that its own checks run."""
     config = recipe.draft
     size = config.vocabulary_size(target.vocab_size)
-    if size > target.vocab_size:
-        raise Refusal(
-            f"draft.vocab_size {size} exceeds the target's vocabulary of {target.vocab_size} tokens: "
-            f"set it to at most {target.vocab_size}"
-        )
-    vocabulary = DraftVocabulary(torch.arange(size), target.vocab_size)
+    vocabulary = DraftVocabulary.by_frequency(torch.zeros(target.vocab_size), size)
     with torch.device("meta"):
         embedding = torch.empty(target.vocab_size, target.hidden_size)
         return build_draft(config, embedding, vocabulary, recipe.target.aux_layer_ids)

@@ -1,20 +1,20 @@
-"""The overview of all drafts for Prometheus, and the page of it, over HTTP."""
+"""The overview of all drafts for Prometheus, over HTTP."""
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from infra.refusal import Refusal, first_line
 from infra.tracking.client import REGISTRY_ERRORS
-from tasks.overview import DraftRow, page_of, read_drafts
+from tasks.overview import DraftRow, read_drafts
 
 KEEP_S = 30.0
 """How long one reading of registry, traffic and runs is told, or that it failed."""
@@ -90,12 +90,6 @@ def kept(rows: Rows, keep_s: float = KEEP_S, wait_s: float = WAIT_S) -> Rows:
     return read
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """Ends while answers still wait for the registry."""
-
-    daemon_threads = True
-
-
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Prometheus asks every few seconds."""
@@ -103,28 +97,20 @@ class _Quiet(WSGIRequestHandler):
 
 @contextmanager
 def serving_metrics(host: str, port: int, rows: Rows = read_drafts) -> Iterator[str]:
-    """Serve `/metrics` and `/` until the block ends; gives the address. Raises Refusal for one that is taken."""
-    read, registry = kept(rows), CollectorRegistry()
-    registry.register(DraftCollector(read))
+    """Serve `/metrics` until the block ends; gives the address. Raises Refusal for one that is taken."""
+    registry = CollectorRegistry()
+    registry.register(DraftCollector(kept(rows)))
     metrics = make_wsgi_app(registry)
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        text = [("Content-Type", "text/plain; charset=utf-8")]
         try:
-            if request["PATH_INFO"] == "/metrics":
-                return metrics(request, start_response)
-            if request["PATH_INFO"] != "/":
-                start_response("404 Not Found", text)
-                return [b"/ or /metrics"]
-            page = page_of(read())
+            return metrics(request, start_response)
         except Refusal as refusal:
-            start_response("503 Service Unavailable", text)
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain; charset=utf-8")])
             return [str(refusal).encode()]
-        start_response("200 OK", [("Content-Type", "text/html; charset=utf-8")])
-        return [page.encode()]
 
     try:
-        server = make_server(host, port, answer, _Server, _Quiet)
+        server = make_server(host, port, answer, ThreadingWSGIServer, _Quiet)
     except OSError as error:
         raise Refusal(f"{host}:{port} cannot be listened at ({error.strerror}): choose another --port") from error
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -193,7 +193,6 @@ def _figures(result: BenchmarkResult) -> dict[str, float]:
         "benchmark/lossless_mismatches": result.lossless.mismatches,
         "benchmark/plain_tokens_per_s": result.speed.plain_tokens_per_s,
         "benchmark/gate_lower_bound": result.gate.lower_bound,
-        "benchmark/draft_vocabulary_mass": result.vocabulary_mass,
         **{
             f"benchmark/acceptance_length_{key(name)}": of.length[lookahead]
             for name, of in result.baselines_on(result.traffic).items()

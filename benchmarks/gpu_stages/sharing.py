@@ -14,7 +14,7 @@ from infra.records.sharing import read_sharing
 START = "from flows.command_line import main; main()"
 SMALL = (
     "training.max_steps=60", "benchmark.prompts=16", "benchmark.max_new_tokens=32", "benchmark.reference_tokens=128",
-    "benchmark.timed_tokens=32", "benchmark.sampled_reference_tokens=0", "benchmark.loads=[]",
+    "benchmark.timed_tokens=32", "benchmark.loads=[]",
     "benchmark.served_concurrency=[]", "promotion.smoke_prompts=2",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from infra.doctor.finding import Finding, judge
 from infra.network.rdma import can_open, has_link
-from infra.pools.gpus import NVLINK, Gpu, Gpus
+from infra.pools.gpus import Gpu, Gpus
 from infra.quantities import byte_size, plural
 
 RESTART = "runs use the others; restart the machine, and read `dmesg | grep Xid` if that does not help"
@@ -38,9 +38,7 @@ def _surroundings(gpu: Gpu) -> str:
     """PCI address, NUMA node and nearby devices."""
     places = [f"NUMA node {gpu.numa}"] if gpu.numa else []
     places += [f"RDMA by {', '.join(gpu.nics)}"] if gpu.nics else []
-    for way in dict.fromkeys(filter(None, gpu.links)):
-        reached = ", ".join(str(index) for index, link in enumerate(gpu.links) if link == way)
-        places.append(f"{way} to GPU {reached}" if way == NVLINK else f"GPU {reached} through {way}")
+    places += [f"NVLink to GPU {', '.join(map(str, gpu.links))}"] if gpu.links else []
     return "".join(f", {place}" for place in places)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ def write_atomically(path: Path, data: bytes | str | BaseModel, mode: int = 0o66
 def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """What is written here takes the place of `path` at the end, whole; after an error, nothing does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with ExitStack() as undo:
         undo.callback(aside.unlink, missing_ok=True)
         with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

@@ -45,31 +45,23 @@ class Lock:
 
 
 @contextmanager
-def hold(path: Path, wait_s: float = 0.0) -> Iterator[Lock]:
-    """Hold the exclusive lock at `path`; raises LockHeldError when it is not free within `wait_s` seconds."""
-    descriptor = _lock(path, wait_s)
-    try:
-        yield Lock(path, descriptor)
-    finally:
-        os.close(descriptor)
+def hold(path: Path, wait_s: float = 0.0, for_everybody: bool = False) -> Iterator[Lock]:
+    """Hold the exclusive lock at `path`; raises LockHeldError when it is not free within `wait_s` seconds.
 
-
-@contextmanager
-def hold_among_users(path: Path) -> Iterator[Lock]:
-    """Hold a lock that other users of this machine take too; raises LockHeldError when it is not free.
-
-    Its folder is made with the mode of /tmp. Raises PermissionError where its owner keeps others out, and OSError
-    for a folder or file that is a symbolic link, which another user might have placed there.
+    A lock `for_everybody` is one that other users of this machine take too: its folder is made with the mode of /tmp.
+    Raises PermissionError where its owner keeps others out, and OSError for a folder or file that is a symbolic link,
+    which another user might have placed there.
     """
-    _make_shared_folder(path.parent)
-    descriptor = _lock(path, 0.0, for_everybody=True)
+    if for_everybody:
+        _make_shared_folder(path.parent)
+    descriptor = _lock(path, wait_s, for_everybody)
     try:
         yield Lock(path, descriptor)
     finally:
         os.close(descriptor)
 
 
-def _lock(path: Path, wait_s: float, for_everybody: bool = False) -> int:
+def _lock(path: Path, wait_s: float, for_everybody: bool) -> int:
     """A descriptor that holds the lock. The lock counts only if its file is still the one at `path`."""
     deadline = time.monotonic() + wait_s
     while True:

@@ -15,7 +15,6 @@ from infra.ledger import generators
 from infra.ledger.answers import LastCapture, Oldest, Quarantined
 from infra.ledger.database import lock_schema, open_engine
 from infra.ledger.generators import Exchange, Publication
-from infra.ledger.planning import check_slots
 from infra.ledger.schema import (
     CONSUMED,
     HAS_FAILED,
@@ -143,13 +142,11 @@ class Ledger:
 
         Generators may lease the first ones meanwhile. A trainer names its incarnation; None is for whoever opens the
         first epoch before any trainer. A sample that was quarantined in another epoch is quarantined in this one too,
-        and one that was answered keeps its answer. Raises Refusal for a sample larger than the budget, for slots that
-        differ from the rows that are there, and for an epoch before one already open.
+        and one that was answered keeps its answer. Raises Refusal for slots that differ from the rows that are there,
+        and for an epoch before one already open.
         """
         wanted = sorted(slots, key=lambda slot: slot.ordinal)
         with self.read() as rows:
-            run = rows.run_row()
-            check_slots(slots, run.budget_bytes, run.bytes_per_token)
             last = rows.scalar(rows.select(sa.func.max(samples.c.ordinal)).where(samples.c.epoch == epoch))
             if len({slot.ordinal for slot in wanted}) < len(wanted) or (last is not None and last > wanted[-1].ordinal):
                 raise _other_samples(rows, epoch)

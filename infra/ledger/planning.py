@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from infra.planner.traffic import samples_in_flight
-from infra.records.data_path import SampleSlot
 from infra.refusal import Refusal
 
 
@@ -67,19 +66,6 @@ def check_budget(budget_bytes: int, needs: InFlight, setting: str = "transport.b
         f"{setting}={-(-needs.nbytes // 2**20)} or more, or lower data.max_tokens, training.samples_per_step, "
         "training.prefetch_steps, generator.lease_samples or generator.sglang.requests_in_flight"
     )
-
-
-def check_slots(slots: Sequence[SampleSlot], budget_bytes: int, bytes_per_token: int) -> None:
-    """Refuse a sample without tokens, and one that is larger than the budget."""
-    for slot in slots:
-        if slot.tokens < 1:
-            raise Refusal(f"sample {slot.sample} has no tokens: leave it out of the sample set")
-        if slot.tokens * bytes_per_token > budget_bytes:
-            raise Refusal(
-                f"sample {slot.sample} needs {slot.tokens} tokens x {bytes_per_token} bytes = "
-                f"{slot.tokens * bytes_per_token} bytes, more than the budget of {budget_bytes}: raise "
-                "transport.budget_mib or lower data.max_tokens"
-            )
 
 
 def _mib(size: int) -> str:

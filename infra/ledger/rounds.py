@@ -7,9 +7,9 @@ and the next pending sample does not fit, the samples of the next step are ready
 
 import sqlalchemy as sa
 
-from infra.ledger.generators import PLACE
+from infra.ledger.generators import may_lease
 from infra.ledger.ledger import Ledger
-from infra.ledger.schema import CONSUMED, HOLDS_BYTES, LEASED, PENDING, runs, samples
+from infra.ledger.schema import CONSUMED, HOLDS_BYTES, LEASED, runs, samples
 
 
 def round_is_captured(ledger: Ledger) -> bool:
@@ -17,14 +17,7 @@ def round_is_captured(ledger: Ledger) -> bool:
     with ledger.read() as rows:
         if rows.scalar(rows.select(samples.c.sample).where(samples.c.state == LEASED).limit(1)) is not None:
             return False
-        pending = rows.select(samples.c.tokens).where(samples.c.state == PENDING).order_by(*PLACE).limit(1)
-        tokens = rows.scalar(pending)
-        if tokens is None:
-            return True
-        held = rows.scalar(rows.select(sa.func.sum(samples.c.bytes_held)).where(HOLDS_BYTES)) or 0
-        query = sa.select(runs.c.budget_bytes, runs.c.bytes_per_token).where(runs.c.name == rows.run)
-        ((budget, bytes_per_token),) = rows.all(query)
-        return tokens * bytes_per_token > budget - int(held)
+        return not may_lease(rows, rows.run_row())
 
 
 def free_consumed(ledger: Ledger, incarnation: int) -> None:

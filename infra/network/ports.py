@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from infra.files.locks import Lock, LockHeldError, hold_among_users
+from infra.files.locks import Lock, LockHeldError, hold
 from infra.refusal import Refusal
 
 HOST = "127.0.0.1"
@@ -130,7 +130,7 @@ def reserved_port(host: str = HOST) -> Iterator[tuple[int, Lock]]:
     folder = Path(tempfile.gettempdir()) / "draftsmith-ports"
     for port in random.sample(LASTING, len(LASTING)):
         try:
-            with hold_among_users(folder / str(port)) as lock:
+            with hold(folder / str(port), for_everybody=True) as lock:
                 if is_free(port, host):
                     yield port, lock
                     return

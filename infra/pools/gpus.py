@@ -18,15 +18,6 @@ from infra.settings import ignored_gpu_bytes, visible_devices
 
 UNSEEN_BYTES = 2**30
 """More than a display takes on an idle GPU."""
-PCIE = {
-    pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
-    pynvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
-    pynvml.NVML_TOPOLOGY_MULTIPLE: "PCIe switches",
-    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "the CPU's PCIe bridge",
-    pynvml.NVML_TOPOLOGY_NODE: "the NUMA node",
-    pynvml.NVML_TOPOLOGY_SYSTEM: "other NUMA nodes",
-}
-NVLINK = "NVLink"
 
 
 @dataclass(frozen=True)
@@ -40,14 +31,12 @@ class Gpu:
     """(process id, bytes held) of processes that compute on it; bytes are 0 where the driver does not say."""
     mig: bool = False
     uuid: str = ""
-    pci: str = ""
-    """PCI address as the kernel writes it: `0000:18:00.0`."""
     numa: str = ""
     """NUMA node, if the machine has several."""
     nics: tuple[str, ...] = ()
     """The nearest RDMA devices that have a link."""
-    links: tuple[str, ...] = ()
-    """Connection to each GPU of this machine, in their order: NVLink, or the PCIe path; empty for itself."""
+    links: tuple[int, ...] = ()
+    """Positions of the GPUs of this machine that it reaches by NVLink."""
     reserved: int = 0
     """What the driver and the firmware keep for themselves."""
     slices: tuple["Gpu", ...] = ()
@@ -253,10 +242,13 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         others=tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in processes if one.pid != os.getpid()),
         mig=mig,
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        pci=pci,
         numa=numa_node(root / "sys/bus/pci/devices" / pci).replace("-1", ""),
         nics=tuple(nearest_devices([pci], root)),
-        links=tuple("" if other is None or handle is other else _link(handle, other) for other in handles),
+        links=tuple(
+            place
+            for place, other in enumerate(handles)
+            if other is not None and other is not handle and _has_link(handle, other)
+        ),
         reserved=int(getattr(memory, "reserved", 0)),
         capability=(int(major), int(minor)),
         slices=tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ())),
@@ -271,16 +263,16 @@ def _memory(handle: Any) -> Any:
         return pynvml.nvmlDeviceGetMemoryInfo(handle)  # drivers before 510, and MIG slices of some
 
 
-def _link(one: Any, other: Any) -> str:
-    try:
-        if pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
-            return NVLINK
-        return PCIE[pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)]
-    except (pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
-        return "an unknown way"
+def _has_link(one: Any, other: Any) -> bool:
+    """Whether two GPUs reach each other by NVLink."""
+    with suppress(pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
+        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+        return status == pynvml.NVML_P2P_STATUS_OK
+    return False
 
 
 def _pci(handle: Any) -> str:
+    """PCI address as the kernel writes it: `0000:18:00.0`."""
     # NVML writes the domain with eight digits, the kernel with four.
     return str(pynvml.nvmlDeviceGetPciInfo(_whole(handle)).busId).lower()[-12:]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pynvml import NVMLError
 
-from infra.files.locks import LockHeldError, hold_among_users
+from infra.files.locks import LockHeldError, hold
 from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
 from infra.pools.gpus import read_gpus, visible_gpus
 from infra.processes.control_groups import cores
@@ -91,7 +91,7 @@ class LocalPools:
                 break
             try:
                 with ExitStack() as one:
-                    lock = one.enter_context(hold_among_users(self._locks / f"{gpu}.lock"))
+                    lock = one.enter_context(hold(self._locks / f"{gpu}.lock", for_everybody=True))
                     if gpu not in foreign:
                         locked[gpu] = lock.descriptor
                         stack.push(one.pop_all())

@@ -171,8 +171,8 @@ class Conditions(Record):
     """0: not used."""
     sampled_top_p: float = 1.0
     proposals: str = "drawn"
-    """How the draft proposes for sampled text where that is decoded: `greedy` or `drawn`. Each sampled figure names its
-    own rule."""
+    """How the draft proposes for sampled text as it is served: `greedy` or `drawn`. Each sampled figure names its own
+    rule."""
     prompts: int
     prompt_tokens: int
     max_new_tokens: int
@@ -271,8 +271,6 @@ class ServedSpeed(Record):
 
     concurrency: int
     tokens_per_s: float
-    latency_p50_s: float
-    latency_p95_s: float
 
 
 class ServedResult(Record):
@@ -341,11 +339,6 @@ class BenchmarkResult(Record):
     proposals."""
     sampled_drawn: Acceptance | None = None
     """The same of proposals that are drawn from the draft's distribution: expectations given the text."""
-    sampled_reference: Acceptance | None = None
-    """Real decoding by that temperature, top-k and top-p of the first conversations, at one lookahead, with proposals
-    as `conditions.proposals` says. Each conversation holds another text than the walk's. None: not measured."""
-    sampled_deviation: float | None = None
-    """Standard errors by which `sampled_reference` lies above the walk on the same prompts."""
     prompt_lookup: Acceptance
     prompt_lookup_sampled: Acceptance | None = None
     more_baselines: Mapping[str, Acceptance] = {}
@@ -359,9 +352,6 @@ class BenchmarkResult(Record):
     champion: Acceptance | None = None
     champion_sampled: Acceptance | None = None
     """Over sampled text, with proposals as `conditions.proposals` says."""
-    vocabulary_mass: float | None = None
-    """Share of the target's probability that lies on the draft vocabulary: mean over positions of its own sampled
-    text, at that temperature."""
     suites: tuple[SuiteResult, ...] = ()
     """Those of `promotion.suites`."""
     lossless: LosslessRecord

@@ -44,7 +44,6 @@ def sources_on(result: BenchmarkResult, traffic: str) -> dict[str, Acceptance]:
         first, second = sorted(rules, key=lambda name: name != rule)
         ours = {
             f"draft, {first} proposals": rules[first],
-            f"draft, {rule} proposals, real decoding": of.sampled_reference,
             f"draft, {second} proposals": rules[second],
         }
     measured = {**ours, "champion": of.champion_on(traffic), **of.baselines_on(traffic)}
@@ -159,8 +158,6 @@ def findings(result: BenchmarkResult) -> dict[str, str]:
         "Confidences": _confidences(result),
         "Speed": _speed(result),
         "Target's text": _distinct_tokens(result),
-        "Draft vocabulary": result.vocabulary_mass
-        and f"holds {result.vocabulary_mass:.1%} of the target's probability",
         "Sampled proposals": _sampled_proposals(result),
     }
     return {topic: text for topic, text in found.items() if text}
@@ -272,28 +269,12 @@ def _speed(result: BenchmarkResult) -> str:
 
 
 def _sampled_proposals(result: BenchmarkResult) -> str | None:
-    greedy, drawn, real, at = (
-        result.sampled,
-        result.sampled_drawn,
-        result.sampled_reference,
-        result.conditions.lookahead,
-    )
+    greedy, drawn, at = result.sampled, result.sampled_drawn, result.conditions.lookahead
     if greedy is None or drawn is None:
         return None
-    text = (
+    return (
         f"at {sampling(result.conditions)} and lookahead {at}, {greedy.length[at]:.2f} where the draft proposes its "
         f"likeliest tokens, {drawn.length[at]:.2f} where it draws them"
-    )
-    if real is None:
-        return text
-    errors = (
-        ", too few to be compared with the walk"
-        if result.sampled_deviation is None
-        else f", {result.sampled_deviation:+.1f} standard errors from the walk"
-    )
-    return (
-        f"{text}; real decoding with {result.conditions.proposals} proposals gave {real.length[at]:.2f} over "
-        f"{plural(real.steps[at], 'step')} of {plural(real.conversations, 'conversation')}{errors}"
     )
 
 

@@ -34,8 +34,6 @@ class CostFit(Record):
     several_per_text: float
     together: float
     per_position: float
-    worst_error: float
-    """Largest relative difference from a measurement."""
 
     def seconds(self, batch: int, tokens: float) -> float:
         """`tokens` of each of `batch` texts, or on average."""

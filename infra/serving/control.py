@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 
@@ -28,34 +27,6 @@ RESTART_S = 600.0
 METRICS = "--enable-metrics"
 
 
-class ServerControl(Protocol):
-    """How one server is started and stopped."""
-
-    def age(self) -> float | None:
-        """Seconds since its processes started; None if there are none, or if they cannot be seen."""
-        ...
-
-    def was_started_with(self, arguments: Sequence[str]) -> bool:
-        """Whether what runs was started as the settings and the draft's arguments say now."""
-        ...
-
-    def swapped(self, arguments: Sequence[str]) -> None:
-        """It runs as if it had been started with these."""
-        ...
-
-    def start(self, arguments: Sequence[str]) -> None:
-        """Start it with the draft's arguments; it may take minutes until it is healthy."""
-        ...
-
-    def stop(self) -> bool:
-        """Let it finish its requests and end; False where `start` replaces it."""
-        ...
-
-    def kill(self) -> None:
-        """End it now."""
-        ...
-
-
 class OwnServer:
     """A server that is started from its command line."""
 
@@ -66,6 +37,7 @@ class OwnServer:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def age(self) -> float | None:
+        """Seconds since its processes started; None if there are none, or if they cannot be seen."""
         processes = self._processes()
         leaders = [process for process in processes if _leads(process)]
         if processes and not leaders:  # what a killed server left; it is gone when looked at again
@@ -78,6 +50,7 @@ class OwnServer:
         return [*self._command, *([] if METRICS in self._command else [METRICS]), *arguments]
 
     def was_started_with(self, arguments: Sequence[str]) -> bool:
+        """Whether what runs was started as the settings and the draft's arguments say now."""
         wanted = _hash(self._line(arguments))
         for process in self._processes():
             with suppress(psutil.Error):
@@ -86,9 +59,10 @@ class OwnServer:
         return True
 
     def swapped(self, arguments: Sequence[str]) -> None:
-        """It dies with its processes, and whoever starts it again says what with."""
+        """It runs as if it had been started with these: nothing to keep, its next start is given its arguments."""
 
     def start(self, arguments: Sequence[str]) -> None:
+        """Start it with the draft's arguments; it may take minutes until it is healthy."""
         assert not self._processes(), "it runs already"
         line = self._line(arguments)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +85,12 @@ class OwnServer:
         self._started.append(process)
 
     def stop(self) -> bool:
+        """Let it finish its requests and end; False where `start` replaces it."""
         self._signal([process for process in self._processes() if _leads(process)], signal.SIGTERM)
         return True
 
     def kill(self) -> None:
+        """End it now."""
         self._signal(self._processes(), signal.SIGKILL)
 
     def _processes(self) -> list[psutil.Process]:
@@ -205,6 +181,10 @@ class RestartedServer:
 
 def _variables(arguments: Sequence[str]) -> str:
     return f"DRAFT_ARGUMENTS={' '.join(arguments)}\n"
+
+
+ServerControl = OwnServer | RestartedServer
+"""How one server is started and stopped."""
 
 
 def control_of(server: ServerConfig, config: FollowConfig) -> ServerControl:

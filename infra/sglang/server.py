@@ -134,15 +134,13 @@ class SGLangServer:
 
     def check(self) -> None:
         """Raises ProcessFailedError, with the end of the log, when the server has ended: it was to run on."""
-        try:
-            ended = self.process.check()
-        except ProcessFailedError as error:
-            # SGLang kills its own processes, itself last, after an exception in one of them.
-            if any("kill_process_tree called" in line for line in error.tail):
-                raise ProcessFailedError(error.role, 1, error.tail, error.log) from None
-            raise
-        if ended:
-            raise ProcessFailedError(self.process.role, 0, list(self._last)[-20:], self.process.log)
+        failure = self.process.failure(endless=True)
+        if failure is None:
+            return
+        # SGLang kills its own processes, itself last, after an exception in one of them.
+        if any("kill_process_tree called" in line for line in failure.tail):
+            raise ProcessFailedError(failure.role, 1, failure.tail, failure.log)
+        raise failure
 
     def stop(self) -> None:
         """Stop it and give its port back. Idempotent."""

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import fsspec
 from pydantic import ValidationError
 
-from infra.files.atomic import sync_folder
+from infra.files.atomic import replacing
 from infra.files.folders import make_folder
 from infra.records.data_path import BufferRecord, ObjectRecord
 from infra.refusal import Refusal
@@ -213,17 +212,8 @@ class StoredTransport(Transport):
 
 
 def _write_durably(path: Path, views: list[memoryview]) -> None:
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
-    try:
-        with aside.open("wb") as file:
-            file.writelines(views)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with replacing(path) as file:
+        file.writelines(views)
 
 
 def local_folder(url: str) -> Path | None:

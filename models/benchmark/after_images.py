@@ -13,25 +13,14 @@ from torch import Tensor
 
 from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants, SelectedLayers
-from models.benchmark.measure import (
-    CHAMPION,
-    DRAFT,
-    LEAST_CONVERSATIONS,
-    PROMPT_LOOKUP,
-    DrawnWalk,
-    Walk,
-    WalkedTexts,
-    walked_to,
-)
+from models.benchmark.measure import LEAST_CONVERSATIONS, WalkedTexts, judged_sources, walked_to
 from models.data.images import ImageProcessor
 from models.data.media import Prompt
 from models.data.prompts import seen_prompts
 from models.decoding.after_images import continue_seen
-from models.decoding.prompt_lookup import PromptLookup
-from models.decoding.sampled_walk import walk_sampled
-from models.decoding.simulated import TextReading, read_seen, simulate
+from models.decoding.simulated import read_seen
 from models.drafts.base import Draft
-from models.drafts.batched_proposer import DrawingSource, ProposalSource, shown_in
+from models.drafts.batched_proposer import ProposalSource, shown_in
 from models.drafts.sampling import GREEDY
 from models.progress_bars import bars
 from models.run import PreparedRun
@@ -72,13 +61,13 @@ class _Walks:
     def __init__(self, run: PreparedRun, contestants: Contestants):
         self._contestants, self._config = contestants, run.config.benchmark
         self._folder, self._media = Path(run.target.path), torch.tensor(run.target.media_ids)
-        self._sources: dict[str, ProposalSource] = {DRAFT: contestants.draft, PROMPT_LOOKUP: PromptLookup()}
-        self._sources |= {CHAMPION: contestants.champion} if contestants.champion else {}
+        self._sources = judged_sources(contestants)
         sampled = run.config.promotion.traffic.sampling == "sampled"
         law = sampled_law(self._config, contestants.recommended) if sampled else GREEDY
         self._sampling = law.seeded(run.config.seed, contestants.target.device)
-        drafts = [name for name, source in self._sources.items() if sampled and isinstance(source, DrawingSource)]
-        self.found = WalkedTexts([], {name: Walk() for name in self._sources}, {name: DrawnWalk() for name in drafts})
+        # Of the drafts themselves: what `after_images` makes of one has no configuration.
+        self._most = {name: walked_to(source, self._config) for name, source in self._sources.items()}
+        self.found = WalkedTexts.of(self._sources, law)
 
     @cached_property
     def _processor(self) -> ImageProcessor:
@@ -98,8 +87,11 @@ class _Walks:
         )  # fmt: skip
         self.found.texts.append(text)
         shown = shown_in(prompt.tokens, text, self._media)
-        for name, source in self._sources.items():
-            self._walk(name, self._reading_images(source, hidden, shown), prompt, reading)
+        sources = {name: self._reading_images(source, hidden, shown) for name, source in self._sources.items()}
+        self.found.add_walks(
+            sources, [(prompt.tokens, text)], [reading], self._most, sampling=sampling,
+            eos_ids=self._contestants.eos_ids,
+        )  # fmt: skip
 
     def _seen(self, tokens: Tensor, prompt: Prompt) -> Mapping[str, Tensor]:
         return self._processor.inputs(tokens, prompt.images, self._contestants.target.head_weight)
@@ -111,14 +103,3 @@ class _Walks:
         assert hidden.embedded is not None
         assert hidden.places is not None
         return source.after_images(hidden.embedded, hidden.places, shown.to(hidden.embedded.device))
-
-    def _walk(self, name: str, source: ProposalSource, prompt: Prompt, reading: TextReading) -> None:
-        most, eos_ids = walked_to(self._sources[name], self._config), self._contestants.eos_ids
-        if isinstance(source, DrawingSource) and not self._sampling.greedy:
-            (walk,) = walk_sampled(source, [reading], most, self._sampling, eos_ids=eos_ids)
-            self.found.walks[name].append(walk.greedy)
-            self.found.drawn[name].append(walk.drawn)
-            return
-        text, known = self.found.texts[-1], reading.likeliest
-        counts = simulate(source, prompt.tokens, text, reading.aux, most, known, eos_ids=eos_ids)
-        self.found.walks[name].append(counts)

@@ -48,14 +48,13 @@ class Counter:
         return cls(f"sglang {sglang_version()}", dtype, device, concurrency, quantization)
 
 
-def sampled_law(config: BenchmarkConfig, recommended: Sampling, generator: torch.Generator | None = None) -> Sampling:
+def sampled_law(config: BenchmarkConfig, recommended: Sampling) -> Sampling:
     """How the sampled figures are drawn: as the recipe says, otherwise as the target's makers recommend."""
     temperature, top_k, top_p = config.sampled_temperature, config.sampled_top_k, config.sampled_top_p
     return Sampling(
         recommended.temperature if temperature is None else temperature,
         recommended.top_p if top_p is None else top_p,
-        generator,
-        recommended.top_k if top_k is None else top_k,
+        top_k=recommended.top_k if top_k is None else top_k,
     )
 
 

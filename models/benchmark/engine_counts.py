@@ -125,15 +125,14 @@ def measure_in_engine(
             # A champion of another method may be served in whole blocks, or have fewer heads.
             proposed = config.lookahead if draft == run.folder.export else served_at(draft, config.lookahead)
             with setup.serving(draft, proposed) as client:
-                watched = bar(f"{name}, step by step", len(prompts))
-                found = setup.watch_all(client, prompts, lambda _, watched=watched: watched(1))
+                found = setup.watch_all(client, prompts, bar(f"{name}, step by step", len(prompts)))
                 if draft == run.folder.export:
                     answers, speculative = found, time_all(setup, client, heldout, name, bar)
             counted.append([counts_of(answer, proposed, ends) for answer in found])
         with setup.serving(None, config.lookahead) as client:
             answered = bar("target alone", len(prompts))
             ask = partial(client.generate, sampling=setup.greedy)
-            plain = [a.tokens for a in ask_all(ask, prompts, max(setup.concurrency), lambda _: answered(1))]
+            plain = [a.tokens for a in ask_all(ask, prompts, max(setup.concurrency), answered)]
             own = ServedText(client, setup, ends)
             served = [answer.tokens for answer in answers]
             compared = [compare_texts(own, *texts) for texts in zip(prompts, served, plain, strict=True)]

@@ -33,7 +33,7 @@ from models.decoding.speculative import Decoded, Shape, speculate_together
 from models.decoding.stopwatch import Stopwatch
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, parse_shape
+from models.drafts.trees import parse_shape
 from models.progress_bars import Bar, bars
 
 
@@ -121,15 +121,6 @@ def shape_of(text: str) -> Shape:
     return int(text)
 
 
-def topk_of(shape: Shape) -> int:
-    """The most children of a place, as conditions say it."""
-    if isinstance(shape, int):
-        return 1
-    if isinstance(shape, DynamicTree):
-        return shape.topk
-    return max(children for depth in range(shape.depth) for children in shape.parents_at(depth).values())
-
-
 class Cells:
     """What comes of decoded texts and timed passes, whoever decoded them."""
 
@@ -154,13 +145,11 @@ class Cells:
         figures = suite_result(shown, 1.0)
         rows = np.array(shown.challenger, dtype=np.float64).reshape(-1, 2)
         chain = [decoded[row].counts for row in varied] if isinstance(shape, int) else []
-        depth = shape if isinstance(shape, int) else shape.depth
-        at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth}
+        depth, topk = (shape, 1) if isinstance(shape, int) else (shape.depth, shape.topk)
+        at = {"temperature": temperature, "sampled_temperature": temperature, "lookahead": depth, "topk": topk}
         under = self.under[suite, place.source]
-        proposals = "drawn" if temperature and under.draft != "none" else "greedy"
-        conditions = under.model_copy(
-            update={**at, "topk": topk_of(shape), "concurrency": self.plan.together, "proposals": proposals}
-        )
+        proposals = "drawn" if temperature and under.draft != "none" and isinstance(shape, int) else "greedy"
+        conditions = under.model_copy(update={**at, "concurrency": self.plan.together, "proposals": proposals})
         return Cell(
             suite=suite,
             source=place.source,

@@ -4,17 +4,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from infra.records.acceptance import LosslessRecord, SpeedRecord
-from models.benchmark.conditions import sampled_law
 from models.benchmark.contestants import Contestants
 from models.config.benchmark import BenchmarkConfig
 from models.decoding.acceptance import acceptance_length
 from models.decoding.lossless import LosslessCheck, total
 from models.decoding.plain import decode, prefill
-from models.decoding.speculative import Conversation, Decoded, decode_together, speculate
-from models.drafts.certain import ProposesCertainly
+from models.decoding.speculative import Conversation, Decoded, decode_together
 from models.drafts.sampling import GREEDY
 
 TOLERANCE = 1.03
@@ -117,27 +113,3 @@ def speed_record(tokens: int, plain_s: float, speculative_s: float, acceptance_l
         flagged=not possible,
         note=note,
     )
-
-
-def decode_sampled(
-    contestants: Contestants,
-    config: BenchmarkConfig,
-    prompts: Sequence[Sequence[int]],
-    seed: int,
-    advance: Callable[[int], None],
-) -> tuple[Decoded, ...]:
-    """Decode conversations in order, as `config` samples and proposes, until `sampled_reference_tokens` are there."""
-    source = contestants.draft if config.sampled_proposals == "drawn" else ProposesCertainly(contestants.draft)
-    generator = torch.Generator(contestants.target.device).manual_seed(seed)
-    sampling = sampled_law(config, contestants.recommended, generator)
-    decoded: list[Decoded] = []
-    for prompt in prompts:
-        if sum(len(each.tokens) for each in decoded) >= config.sampled_reference_tokens:
-            break
-        result = speculate(
-            contestants.target, source, prompt, config.lookahead, config.max_new_tokens, contestants.eos_ids,
-            sampling=sampling,
-        )  # fmt: skip
-        decoded.append(result)
-        advance(len(result.tokens))
-    return tuple(decoded)

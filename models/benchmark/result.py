@@ -144,7 +144,6 @@ def build_result(
     )
     identical, compared = found.identical(at)
     drawn = {name: summarise(walk) for name, walk in found.sampled.drawn.items()}
-    sampled_real = [(decoded.counts,) for decoded in found.sampled_reference]
     result = BenchmarkResult(
         conditions=conditions,
         traffic=traffic,
@@ -157,8 +156,6 @@ def build_result(
         counts_compared=compared,
         sampled=sampled[DRAFT],
         sampled_drawn=drawn[DRAFT],
-        sampled_reference=summarise(sampled_real) if sampled_real else None,
-        sampled_deviation=found.sampled_deviation(at),
         prompt_lookup=greedy[PROMPT_LOOKUP],
         prompt_lookup_sampled=sampled[PROMPT_LOOKUP],
         more_baselines={name: of for name, of in greedy.items() if name not in NAMED},
@@ -167,7 +164,6 @@ def build_result(
         goodput=goodput,
         champion=greedy.get(CHAMPION),
         champion_sampled=(drawn if config.sampled_proposals == "drawn" else sampled).get(CHAMPION),
-        vocabulary_mass=found.vocabulary_mass,
         suites=tuple(suites),
         lossless=found.reference.lossless,
         speed=found.reference.speed,

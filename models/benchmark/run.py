@@ -29,7 +29,7 @@ from models.benchmark.confidence import confidence_fit
 from models.benchmark.contestants import Contestants, load_contestants
 from models.benchmark.counter import why_engine_counts
 from models.benchmark.engine_counts import benchmark_in_engine
-from models.benchmark.measure import WalkedTexts, at, measure, measure_suite, walk_decoded
+from models.benchmark.measure import WalkedTexts, at, logged_tokens, measure, measure_suite, walk_decoded
 from models.benchmark.plots import (
     plot_by_position,
     plot_goodput,
@@ -42,8 +42,6 @@ from models.benchmark.result import build_result, gather, ground, request_counts
 from models.benchmark.step_costs import measure_goodput
 from models.data.media import Prompt
 from models.data.prompts import heldout_prompts, suite_prompts
-from models.data.request_log import logged_texts
-from models.data.tokenizer import read_tokenizer
 from models.decoding.acceptance import acceptance_length, distinct_token_share
 from models.devices import leased_bytes
 from models.dtypes import DTYPES
@@ -90,7 +88,8 @@ def _by_reference(
     folders = [run.folder.export, champion] if champion else [run.folder.export]
     shown = image_prompts(run)
     contestants = load_contestants(Path(run.target.path), folders, DTYPES[run.config.benchmark_dtype], sees=bool(shown))
-    found = measure(contestants, config, prompts, run.config.seed, _logged(run))
+    logged = [] if config.suffix_log is None else logged_tokens(run.target, config.suffix_log)
+    found = measure(contestants, config, prompts, run.config.seed, logged)
     walks = found.traffic(promotion.traffic.sampling).by_rule(config.sampled_proposals)
     goodput = None
     if config.loads:
@@ -130,14 +129,6 @@ def _served(
         return served, None
     walked = at(walk_decoded(contestants, contestants.draft, prompts, served.texts, lookahead), lookahead)
     return served.model_copy(update={"texts": ()}), served.length / acceptance_length(walked) - 1
-
-
-def _logged(run: PreparedRun) -> list[list[int]]:
-    """Tokens of the requests in `benchmark.suffix_log`."""
-    if run.config.benchmark.suffix_log is None:
-        return []
-    tokenizer = read_tokenizer(run.target.path)
-    return [tokenizer.encode(text, add_special_tokens=False) for text in logged_texts(run.config.benchmark.suffix_log)]
 
 
 def _suite(

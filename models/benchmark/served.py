@@ -5,7 +5,7 @@ after the other: the target alone, and target with draft. Both get the same prom
 Acceptance is what the engine emits step by step. Writes RUN/served.json.
 """
 
-import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,10 +106,10 @@ class Setup:
             server.stop()
 
     def watch_all(
-        self, client: SGLangClient, prompts: Sequence[Sequence[int]], done: Callable[[float], None] = lambda _: None
+        self, client: SGLangClient, prompts: Sequence[Sequence[int]], advance: Advance = lambda _: None
     ) -> list[Answer]:
         """Greedy answers whose every step was seen."""
-        return ask_all(partial(watch, client, sampling=self.greedy), prompts, max(self.concurrency), done)
+        return ask_all(partial(watch, client, sampling=self.greedy), prompts, max(self.concurrency), advance)
 
     @property
     def greedy(self) -> dict[str, Any]:
@@ -129,14 +129,13 @@ def served_at(draft: Path, lookahead: int) -> int:
 
 
 def ask_all(
-    ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, done: Callable[[float], None] = lambda _: None
+    ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance: Advance = lambda _: None
 ) -> list[Answer]:
-    """Send all prompts, several at a time; `done` receives the seconds of each."""
+    """Send all prompts, several at a time; `advance` is called after each."""
 
     def one(prompt: Sequence[int]) -> Answer:
-        begun = time.perf_counter()
         answer = ask(prompt)
-        done(time.perf_counter() - begun)
+        advance(1)
         return answer
 
     with ThreadPoolExecutor(concurrency) as threads:
@@ -253,8 +252,7 @@ def _measure(run: PreparedRun, draft: Path | None) -> tuple[list[Answer], tuple[
     prompts = heldout_prompts(run.open_samples("heldout"), config)
     what = "target alone" if draft is None else "target and draft"
     with setup.serving(draft, config.lookahead) as client, bars() as bar:
-        watched = bar(f"{what}, step by step", len(prompts))
-        answers = setup.watch_all(client, prompts, lambda _: watched(1))
+        answers = setup.watch_all(client, prompts, bar(f"{what}, step by step", len(prompts)))
         return answers, time_all(setup, client, prompts, what, bar)
 
 
@@ -269,28 +267,14 @@ def time_all(
 
 
 def _time(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, advance: Advance) -> ServedSpeed:
-    latencies: list[float] = []
-
-    def done(seconds: float) -> None:
-        latencies.append(seconds)
-        advance(1)
-
     begun = time.perf_counter()
-    answers = ask_all(ask, prompts, concurrency, done)
+    answers = ask_all(ask, prompts, concurrency, advance)
     wall_s = time.perf_counter() - begun
-    ordered = sorted(latencies)
-    return ServedSpeed(
-        concurrency=concurrency,
-        tokens_per_s=sum(len(answer.tokens) for answer in answers) / wall_s,
-        latency_p50_s=ordered[len(ordered) // 2],
-        latency_p95_s=ordered[int(0.95 * (len(ordered) - 1))],
-    )
+    return ServedSpeed(concurrency=concurrency, tokens_per_s=sum(len(answer.tokens) for answer in answers) / wall_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    run = PreparedRun.open(parser.parse_args().run)
+    run = PreparedRun.open(Path(sys.argv[1]))
     if why := why_engine_counts(run, leased_bytes()):
         run.folder.served.unlink(missing_ok=True)
         print(f"served in the benchmark itself: {why}", flush=True)

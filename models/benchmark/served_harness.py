@@ -59,7 +59,7 @@ class ServedHarness(Cells):
     def _watched(self, client: SGLangClient, place: Place, bar: Bar) -> Watched:
         prompts = self.plan.suites[place.suite].prompts
         seen = bar(f"{place.suite}, {place.source} in SGLang, step by step", len(prompts))
-        answers = self.setup.watch_all(client, prompts, lambda _: seen(1))
+        answers = self.setup.watch_all(client, prompts, seen)
         ends = eos_ids(self.setup.target)
         decoded = [Decoded(tuple(answer.tokens), counts_of(answer, int(place.shape), ends)) for answer in answers]
         return Watched(decoded, self._speeds(client, place.suite, place.source, bar))
@@ -68,7 +68,7 @@ class ServedHarness(Cells):
         """The suite's cells, once the target alone has written its texts."""
         prompts, ask = self.plan.suites[suite].prompts, partial(own.client.generate, sampling=self.setup.greedy)
         answered = bar(f"{suite}, target alone in SGLang", len(prompts))
-        texts = [answer.tokens for answer in ask_all(ask, prompts, self.plan.together, lambda _: answered(1))]
+        texts = [answer.tokens for answer in ask_all(ask, prompts, self.plan.together, answered)]
         plain = self._speeds(own.client, suite, "target alone", bar)
         for place, found in watched.items():
             if place.suite == suite:

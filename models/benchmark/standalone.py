@@ -32,6 +32,7 @@ from models.benchmark.contestants import load_contestants
 from models.benchmark.counter import why_no_reference
 from models.benchmark.harness import Harness, HarnessPlan, branches, shape_of
 from models.benchmark.harness_result import Cell, HarnessResult, lines, page, table
+from models.benchmark.measure import logged_tokens
 from models.benchmark.served import Setup, whats_missing
 from models.benchmark.served_harness import ServedHarness
 from models.config.bench_arguments import bench_parser
@@ -42,7 +43,6 @@ from models.config.machine import multiplies_bfloat16
 from models.config.target import TargetConfig
 from models.data.conversations import source_hash
 from models.data.prompts import SuitePrompts, choose_template, find_suite_format, question_prompts, read_prompts
-from models.data.request_log import logged_texts
 from models.data.tokenizer import read_tokenizer
 from models.decoding.prompt_lookup import PromptLookup
 from models.decoding.suffix_decoding import SuffixDecoding
@@ -175,9 +175,7 @@ def _engines(options: argparse.Namespace, target: TargetRecord, dtype: str) -> l
 def _asked_baselines(options: argparse.Namespace, target: TargetRecord) -> dict[str, ProposalSource]:
     found = baselines(_listed(options.baselines, str))
     if options.suffix_log:
-        tokenizer = read_tokenizer(target.path)
-        texts = logged_texts(options.suffix_log)
-        found["suffix-warm"] = SuffixDecoding(tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        found["suffix-warm"] = SuffixDecoding(logged_tokens(target, options.suffix_log))
     return found
 
 

@@ -27,7 +27,7 @@ LEAST_ROUNDS, MOST_ROUNDS = 4, 20
 """Every step is timed once in a round. Its least time counts: whatever disturbs a machine only adds to it."""
 BUDGET_S = 20.0
 """No further round starts after this time, once the minimum number is done."""
-FREE = CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=0.0)
+FREE = CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0)
 """Prompt lookup's own cost: it is as good as its texts are."""
 
 Steps = dict[tuple[int, int], Callable[[], object]]

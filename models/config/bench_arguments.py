@@ -59,7 +59,7 @@ def _add_what(add: Callable[..., None]) -> None:
 def _add_how(add: Callable[..., None]) -> None:
     """Shapes, temperatures, numbers of prompts, and where the result goes."""
     add("--lookahead", default="4", help="numbers of proposed tokens, for example 3,5")
-    add("--tree", default="", help="trees, for example 3x2x1,dynamic-5-4-16")
+    add("--tree", default="", help="trees by depth, top-k and tokens, for example dynamic-5-4-16")
     add("--temperature", default="0,1", help="0 is greedy; others with the target's own top-k and top-p")
     add(
         "--batch", default="1",

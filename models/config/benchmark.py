@@ -76,13 +76,7 @@ class BenchmarkConfig(StrictConfig):
         description="How the serving engine proposes for sampled text. `greedy`: the likeliest tokens, SGLang's "
         "default, but for DSpark and DFlash 2. `drawn`: drawn from the draft's distribution after temperature alone, "
         "its default for these two, and as with rejection sampling in vLLM (`draft_sample_method=probabilistic`). Both "
-        "are measured; this one is decoded for real. A recipe's default is that of its method.",
-    )
-    sampled_reference_tokens: int = Field(
-        default=128,
-        ge=0,
-        le=1_000_000_000,
-        description="Tokens that are really decoded with sampling, to check the walk over sampled text; 0 is none.",
+        "are measured; on sampled text the gate decides by this one. A recipe's default is that of its method.",
     )
     suffix_log: Address | None = Field(
         default=None,

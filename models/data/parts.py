@@ -8,21 +8,17 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 from infra.files.private import keep_private
 from infra.processes.control_groups import cores
 from infra.settings import use_one_tokenizer_thread
-from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document
-from models.data.images import ImageShelf
 from models.data.outcomes import Outcome, read_outcomes, write_outcomes
 from models.data.samples import PART, SampleEncoder
 from models.data.tokenizer import read_tokenizer
@@ -35,44 +31,23 @@ AHEAD = 4
 """Parts per process that wait to be tokenized."""
 
 
-@dataclass(frozen=True)
-class EncoderSettings:
-    """What a process makes its encoder of (see SampleEncoder)."""
+MakeEncoder = Callable[[], SampleEncoder]
+"""Makes a process's encoder; it can be pickled."""
 
-    target: str
-    config: DataConfig
-    add_bos: bool
-    prompts: tuple[str, ...]
-    tokenizer_hash: str
-    vocabulary: int
-    ends: frozenset[int]
-    media_ids: tuple[int, ...]
 
-    def encoder(
-        self, tokenizer: PreTrainedTokenizerBase | None = None, shelf: ImageShelf | None = None
-    ) -> SampleEncoder:
-        """An encoder with this tokenizer of the target; default: one that is read now."""
-        return SampleEncoder(
-            tokenizer or read_tokenizer(self.target),
-            self.config,
-            self.add_bos,
-            excluded=BenchmarkPrompts(self.prompts),
-            tokenizer_hash=self.tokenizer_hash,
-            vocabulary=self.vocabulary,
-            ends=self.ends,
-            media_ids=self.media_ids,
-            shelf=shelf,
-        )
+def make_encoder(target: str, prompts: Iterable[str], **settings: Any) -> SampleEncoder:
+    """An encoder with the target's tokenizer that leaves these prompts out; `settings` as of SampleEncoder."""
+    return SampleEncoder(read_tokenizer(target), excluded=BenchmarkPrompts(prompts), **settings)
 
 
 def outcomes_in_parts(
-    documents: Iterable[Document], settings: EncoderSettings, folder: Path, private_since: float | None = None
+    documents: Iterable[Document], make: MakeEncoder, folder: Path, private_since: float | None = None
 ) -> Iterator[Outcome]:
     """What becomes of all documents, in order; their parts are kept in `folder`, private as in `build_once`."""
     ordered = iter(documents)
     first = list(islice(ordered, FEW))
     if len(first) < FEW and not folder.is_dir():
-        yield from settings.encoder().outcomes(first)
+        yield from make().outcomes(first)
         return
     folder.mkdir(parents=True, exist_ok=True)
     if private_since is not None:
@@ -80,7 +55,7 @@ def outcomes_in_parts(
     rest = chain(first, ordered)
     parts = zip(count(), iter(lambda: list(islice(rest, PART)), []))
     processes = max(1, cores() - 1)
-    with worker_pool(processes, settings) as pool:
+    with worker_pool(processes, make) as pool:
         ahead = deque[tuple[Path, Future[None] | None]]()
         for number, part in parts:
             path = folder / f"{number:07d}.npz"
@@ -91,9 +66,9 @@ def outcomes_in_parts(
             yield from _finished(path, future)
 
 
-def worker_pool(processes: int, settings: EncoderSettings | None) -> ProcessPoolExecutor:
-    """Processes that tokenize, with an encoder of these settings; they end with this one, also where it is killed."""
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _open, (settings,))
+def worker_pool(processes: int, make: MakeEncoder | None) -> ProcessPoolExecutor:
+    """Processes that tokenize, each with such an encoder; they end with this one, also where it is killed."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _open, (make,))
 
 
 def _finished(path: Path, future: Future[None] | None) -> Iterator[Outcome]:
@@ -106,11 +81,11 @@ _encoders: list[SampleEncoder] = []
 """The one of this process."""
 
 
-def _open(settings: EncoderSettings | None) -> None:
+def _open(make: MakeEncoder | None) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     use_one_tokenizer_thread()
-    if settings is not None:
-        _encoders.append(settings.encoder())
+    if make is not None:
+        _encoders.append(make())
 
 
 def _end_with_parent() -> None:

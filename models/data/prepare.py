@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import get_args
@@ -35,7 +36,7 @@ from models.data.conversations import source_hash, source_revision, training_doc
 from models.data.encoded import EncodedSample
 from models.data.images import FOLDER, ImageProcessor, ImageShelf, images_hash
 from models.data.outcomes import SHOWN_REFUSALS, collect
-from models.data.parts import PARTS, EncoderSettings, outcomes_in_parts
+from models.data.parts import PARTS, make_encoder, outcomes_in_parts
 from models.data.prompts import heldout_prompts, suite_address
 from models.data.rendered_turns import read_back
 from models.data.sample_set import SampleSet, Split, read_manifest, write_sample_set
@@ -84,17 +85,17 @@ def prepare_samples(config: DataConfig, target: TargetRecord, add_bos: bool) -> 
 
     def build(aside: Path) -> None:
         prompts = tuple(read_excluded_prompts(config.exclude))
-        settings = EncoderSettings(
-            target.path, config, add_bos, prompts, made_by, target.vocab_size, ends, target.media_ids
-        )
+        made_for = {"vocabulary": target.vocab_size, "ends": ends, "media_ids": target.media_ids}
+        settings = {"config": config, "add_bos": add_bos, "tokenizer_hash": made_by, **made_for}
+        make = partial(make_encoder, target.path, prompts, **settings)
         broken: list[str] = []
         documents = counting(training_documents(config, broken), "tokenizing")
         if config.images is not None and processor is not None:
-            encoder = settings.encoder(tokenizer, ImageShelf(config.images, aside / FOLDER, processor))
+            encoder = make(shelf=ImageShelf(config.images, aside / FOLDER, processor))
             samples = encoder.encode(documents)
         else:
-            encoder = settings.encoder(tokenizer)
-            samples = collect(outcomes_in_parts(documents, settings, parts, since), config, encoder.counts)
+            encoder = make()
+            samples = collect(outcomes_in_parts(documents, make, parts, since), config, encoder.counts)
         with _unchanged(config.source, content, parts):
             splits = divide(samples, config, encoder.counts, aside)
         left_out = broken + encoder.counts.refusals

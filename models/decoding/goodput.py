@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from infra.records.acceptance import Acceptance
 from infra.records.goodput import CostFit, Goodput, GoodputTable, StepTime
-from infra.refusal import Refusal
 
 TERMS = ("constant", "per_text", "per_token", "per_token_beyond", "several", "several_per_text", "together",
          "per_position")  # fmt: skip
@@ -28,18 +27,13 @@ ROUNDING = 1e-12
 def fit(measured: Sequence[StepTime]) -> CostFit:
     """The costs, none of them negative, with the least sum of squared relative errors.
 
-    Every total of tokens that was measured is tried as the knee; of equally good ones the earliest is taken. Raises
-    Refusal for what cannot be fitted.
+    Every total of tokens that was measured is tried as the knee; of equally good ones the earliest is taken.
     """
-    if len({(each.batch, each.tokens) for each in measured}) < 2 or any(each.seconds <= 0 for each in measured):
-        raise Refusal(
-            f"{len(measured)} measured step costs: give at least two, of different batch or tokens, all above 0 s"
-        )
     # Imported here: every trainer imports this module, for its export, and scipy takes half a second.
     from scipy.optimize import nnls
 
     seconds = np.array([each.seconds for each in measured])
-    best, found = float("inf"), CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0, worst_error=1.0)
+    best, found = float("inf"), CostFit(**dict.fromkeys(TERMS, 0.0), knee=0.0)
     for knee in sorted({float(each.batch * each.tokens) for each in measured}):
         terms = _terms(measured, knee) / seconds[:, None]
         amounts = nnls(terms * PREFERENCE, np.ones(len(terms)))[0] * PREFERENCE
@@ -47,7 +41,7 @@ def fit(measured: Sequence[StepTime]) -> CostFit:
         off = terms @ amounts - 1
         if (error := float(off @ off)) < best * (1 - 1e-6) - 1e-18:
             named = dict(zip(TERMS, amounts.tolist(), strict=True))
-            best, found = error, CostFit(**named, knee=knee, worst_error=float(abs(off).max()))
+            best, found = error, CostFit(**named, knee=knee)
     return found
 
 

@@ -9,7 +9,6 @@ from transformers import DynamicCache
 
 from infra.refusal import Refusal
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import Likeliest
 from models.targets.model import TargetModel
 
 ROWS = 64
@@ -73,12 +72,6 @@ def _row(target: TargetModel, tokens: Sequence[int]) -> Tensor:
     return torch.tensor([list(tokens)], device=target.device)
 
 
-def likeliest(logits: Tensor, count: int) -> Likeliest:
-    """The `count` greatest of each row of `[n, V]` logits; fewer where the vocabulary is smaller."""
-    best = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return Likeliest(best.indices, best.values - logits.logsumexp(-1, keepdim=True))
-
-
-def likeliest_after(target: TargetModel, last: Tensor, count: int) -> Likeliest:
-    """The most likely tokens, from `[n, H]` hidden states after the final norm."""
-    return Likeliest.joined([likeliest(target.logits(rows), count) for rows in last.split(ROWS)])
+def likeliest_after(target: TargetModel, last: Tensor, count: int) -> Tensor:
+    """`[n, count]` int64 the most likely tokens, best first, from `[n, H]` hidden states after the final norm."""
+    return torch.cat([target.logits(rows).topk(count).indices for rows in last.split(ROWS)])

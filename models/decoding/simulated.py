@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from models.decoding.acceptance import AcceptedCounts
-from models.decoding.plain import ROWS, likeliest
+from models.decoding.plain import ROWS
 from models.drafts.batched_proposer import ProposalSource, RolloutSource, Turn
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import NO_PROPOSAL, Likeliest
+from models.drafts.trees import NO_PROPOSAL
 from models.targets.hidden_states import HiddenStates
 from models.targets.model import TargetModel
 
@@ -36,8 +36,8 @@ class TextReading:
     """`[T]` int64, the text without its first token."""
     aux: Tensor
     """`[T, K*H]`, as of `features`."""
-    likeliest: Likeliest | None
-    """Its most likely tokens after each of these positions; None: not wanted."""
+    likeliest: Tensor | None
+    """`[T, candidates]` int64, its most likely tokens after each of these positions; None: not wanted."""
     chances: Tensor
     """`[n]` float32: its probability of each of the text's last n tokens, those that are wanted."""
 
@@ -95,16 +95,16 @@ def _reading(
     target: TargetModel, text: Tensor, hidden: HiddenStates, candidates: int, wanted: int, sampling: Sampling
 ) -> TextReading:
     following, aux, last = text[1:], hidden.features, hidden.last
-    best, chances = list[Likeliest](), [aux.new_empty(0, dtype=torch.float32)]
+    best, chances = list[Tensor](), [aux.new_empty(0, dtype=torch.float32)]
     first = len(last) - wanted
     for rows in torch.arange(0 if candidates else first, len(last), device=target.device).split(ROWS):
         logits, own = target.logits(last[rows]), rows[rows >= first]
         if candidates:
-            best.append(likeliest(logits, candidates))
+            best.append(logits.topk(candidates).indices)
         if len(own):
             after = sampling.distribution(logits[-len(own) :])
             chances.append(after.gather(-1, following[own].unsqueeze(-1)).squeeze(-1))
-    return TextReading(following, aux, Likeliest.joined(best) if best else None, torch.cat(chances))
+    return TextReading(following, aux, torch.cat(best) if best else None, torch.cat(chances))
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def simulate(
     continuation: Sequence[int],
     aux: Tensor,
     max_lookahead: int,
-    known: Likeliest | None = None,
+    known: Tensor | None = None,
     *,
     eos_ids: frozenset[int],
 ) -> tuple[AcceptedCounts, ...]:
@@ -151,7 +151,7 @@ def simulate(
 
 
 def _propose_step_by_step(
-    source: ProposalSource, text: Sequence[int], first: int, aux: Tensor, lookahead: int, known: Likeliest
+    source: ProposalSource, text: Sequence[int], first: int, aux: Tensor, lookahead: int, known: Tensor
 ) -> Tensor:
     """`[N - 1, lookahead]` proposals of rows `first ..` but the last, numbered as in `RolloutSource.rollout`."""
     proposer, tokens = source.proposers(1), torch.tensor(text, device=aux.device)

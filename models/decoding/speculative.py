@@ -15,16 +15,16 @@ from torch.nn.utils.rnn import pad_sequence
 from infra.refusal import Refusal
 from models.decoding.acceptance import AcceptedCounts
 from models.decoding.batch import TargetBatch, Verification
-from models.decoding.plain import Prefill, end_of, ended, likeliest, likeliest_after, prefill
+from models.decoding.plain import Prefill, end_of, ended, likeliest_after, prefill
 from models.decoding.rejection import accept
 from models.decoding.replay import ReplayBatch
 from models.decoding.stopwatch import StepSeconds, Stopwatch, part_of
 from models.drafts.batched_proposer import ProposalSource, Proposer, Turn
 from models.drafts.sampling import GREEDY, Sampling, chances
-from models.drafts.trees import NO_PROPOSAL, ROOT, Proposals, Tree, TreeShape
+from models.drafts.trees import NO_PROPOSAL, ROOT, DynamicTree, Proposals, Tree
 from models.targets.model import TargetModel
 
-Shape = int | TreeShape
+Shape = int | DynamicTree
 """Proposals per step: the length of a chain, 0 for none, or a tree."""
 
 
@@ -96,9 +96,6 @@ def decode_together(
 
     All have the same target, source, temperature, top-k and top-p. Each draws by its own generator. `choose`, where
     given, names the lookahead of the next step of those that are going, instead of their own shapes.
-
-    Raises:
-        Refusal: for a tree of a source that proposes chains only.
     """
     going = [conversation for conversation in conversations if not conversation.over]
     if not going:
@@ -141,8 +138,6 @@ def _proposers(going: Sequence["Conversation"]) -> Proposer:
     assert len(rules) == 1
     assert all(conversation.source is first.source for conversation in going)
     found = first.source.proposers(len(going))
-    if not found.branches and any(not isinstance(conversation.shape, int) for conversation in going):
-        raise Refusal(f"{type(first.source).__name__} proposes chains only: give a lookahead in place of a tree")
     if found.candidates:
         for row, conversation in enumerate(going):
             start, target = conversation.start, conversation.target
@@ -168,7 +163,7 @@ def _observe(proposers: Proposer, step: Verification, decisions: Sequence[StepDe
     each = zip(step.tokens, step.logits.split(step.sizes), decisions, strict=True)
     for row, (tokens, logits, decision) in enumerate(each):
         read = torch.tensor([tokens[node] for node in decision.kept], device=logits.device)
-        proposers.observe(row, read, likeliest(logits[list(decision.kept)], proposers.candidates))
+        proposers.observe(row, read, logits[list(decision.kept)].topk(proposers.candidates).indices)
 
 
 class Conversation:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.drafts.sampling import Sampling, chances, draw_by
-from models.drafts.trees import ROOT, Likeliest, Proposals, Tree, TreeShape
+from models.drafts.trees import ROOT, DynamicTree, Proposals, Tree
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Turn:
     """All t + 1 tokens emitted so far; the target has not processed the last one."""
     aux: Tensor
     """`[n, K*H]` target features of positions `t - n .. t - 1`, those that no earlier turn had; n >= 1."""
-    shape: int | TreeShape
+    shape: int | DynamicTree
     """Length of a chain of proposals (at least 1), or a tree."""
     sampling: Sampling
 
@@ -32,18 +32,27 @@ class Proposer(Protocol):
     candidates: int
     """How many of the target's most likely tokens `observe` takes per position; 0 if it observes nothing."""
 
+    @property
+    def confidences(self) -> Tensor | None:
+        """Of the newest chains of all rows: logits `[B, s]` of the chance that each proposal is accepted if those
+        before it are.
+
+        They depend on the proposals before, never on the proposal itself. None: not told.
+        """
+        ...
+
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         """Propose what the next step of these rows verifies; other rows keep their pending inputs.
 
         All turns have the same temperature, top-k and top-p; each row draws from its own generator (see
-        `Sampling.drafted`). Greedy turns get the most likely tokens. In sampled trees, the siblings of a static tree
-        are drawn without replacement (recursive rejection sampling, arXiv 2402.14160), or the whole tree is proposed
-        with certainty.
+        `Sampling.drafted`). Greedy turns get the most likely tokens. A dynamic tree keeps what is likely, so its tokens
+        cannot be draws: sampled turns, too, get it proposed with certainty, which is as exact.
         """
         ...
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
-        """Take the next n tokens `[n]` int64 of a row's text, and the target's most likely tokens after each.
+    def observe(self, row: int, tokens: Tensor, likeliest: Tensor) -> None:
+        """Take the next tokens `[n]` int64 of a row's text, and the target's most likely ones `[n, candidates]` int64
+        after each, best first.
 
         Every position of the text comes once, in order, before the proposals that follow it. Rejected proposals are no
         positions of the text. So proposals depend on the text alone, and a walk over a finished text meets the same
@@ -56,21 +65,8 @@ class Proposer(Protocol):
         ...
 
 
-@runtime_checkable
-class ConfidentProposer(Proposer, Protocol):
-    """A proposer of chains that also says how likely each proposal is to be accepted."""
-
-    @property
-    def confidences(self) -> Tensor | None:
-        """Of the newest proposals of all rows: logits `[B, s]` of the chance that each is accepted if those before are.
-
-        They depend on the proposals before, never on the proposal itself. None: not told.
-        """
-        ...
-
-
 class ChangedTurns:
-    """Another proposer, with turns that are changed before it gets them (see `ConfidentProposer`)."""
+    """Another proposer, with turns that are changed before it gets them."""
 
     def __init__(self, batch: Proposer, change: Callable[[Turn], Turn]):
         self.batch, self.change = batch, change
@@ -78,12 +74,12 @@ class ChangedTurns:
 
     @property
     def confidences(self) -> Tensor | None:
-        return self.batch.confidences if isinstance(self.batch, ConfidentProposer) else None
+        return self.batch.confidences
 
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         return self.batch.propose({row: self.change(turn) for row, turn in turns.items()})
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+    def observe(self, row: int, tokens: Tensor, likeliest: Tensor) -> None:
         self.batch.observe(row, tokens, likeliest)
 
     def only(self, rows: Sequence[int]) -> None:
@@ -94,8 +90,9 @@ class DraftProposer:
     """The part of a draft's proposer that is the same for every method."""
 
     branches, candidates = False, 0
+    confidences: Tensor | None = None
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+    def observe(self, row: int, tokens: Tensor, likeliest: Tensor) -> None:
         raise AssertionError("a draft observes nothing")
 
 

@@ -47,9 +47,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    @property
+    def factors(self) -> Tensor:
+        """`[size]`."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` any dtype to the same shape in autocast's dtype, or else the weight's."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.factors, self.eps)
 
 
 class AttentionProjections(nn.Module):

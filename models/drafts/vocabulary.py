@@ -34,7 +34,10 @@ class DraftVocabulary:
     def by_frequency(cls, counts: Tensor, size: int) -> "DraftVocabulary":
         """The `size` most frequent target tokens of `counts` `[V]`; ties go to the smaller id."""
         if size > len(counts):
-            raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary of {len(counts)} tokens")
+            raise Refusal(
+                f"draft.vocab_size {size} exceeds the target's vocabulary of {len(counts)} tokens: set it to at most "
+                f"{len(counts)}"
+            )
         order = torch.sort(counts, descending=True, stable=True).indices[:size]
         return cls(order.sort().values, len(counts))
 

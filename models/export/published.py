@@ -5,10 +5,10 @@ authors, which SGLang and vLLM read. What is written is an export like ours. Whe
 PyTorch's are read, as tensors only: nothing in them is run.
 """
 
-import argparse
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -225,9 +225,7 @@ def import_start(name: str, config: RunConfig, target: TargetRecord, folder: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    run = RunFolder(parser.parse_args().run.absolute())
+    run = RunFolder(Path(sys.argv[1]).absolute())
     config, target = read_config(run.config), TargetRecord.read(run.target)
     assert isinstance(config.training.start_from, str)
     aside = run.path / "start.part"

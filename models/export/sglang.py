@@ -7,9 +7,9 @@ again. `README.md` is the model card, `chat_template.jinja` the template that th
 tensors with unknown names in silence, so names and shapes are compared here.
 """
 
-import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,7 @@ def _stitch(run: PreparedRun) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    run = PreparedRun.open(parser.parse_args().run)
+    run = PreparedRun.open(Path(sys.argv[1]))
     result: TrainingResult = TrainingResult.read(run.folder.training)
     start = start_of(run)
     extra = {

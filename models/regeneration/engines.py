@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -36,20 +35,9 @@ from models.targets.architecture import context_length, read_model_config
 from models.targets.model import TargetModel
 
 
-class TextEngine(Protocol):
-    """Answers dialogues with the target and the recipe's sampling settings."""
-
-    def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
-        """Answer all turns of all dialogues; yields each when it is over, in any order, perhaps with a fault."""
-        ...
-
-    def close(self) -> None:
-        """Stop the engine. Idempotent."""
-        ...
-
-
 class PlainTextEngine:
-    """The target in transformers: the next answers of up to `PLAIN_BATCH` dialogues in one batch."""
+    """Answers by the recipe's sampling settings. The target in transformers: the next answers of up to `PLAIN_BATCH`
+    dialogues in one batch."""
 
     def __init__(self, run: RunWithTarget, images: Path):
         self._path, config = Path(run.target.path), run.config
@@ -60,6 +48,7 @@ class PlainTextEngine:
         self._random = torch.Generator(self._target.device).manual_seed(config.seed)
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        """Answer all turns of all dialogues; yields each when it is over, in any order, perhaps with a fault."""
         active: list[Dialogue] = []
         while True:
             active += islice(dialogues, PLAIN_BATCH - len(active))
@@ -99,29 +88,22 @@ class PlainTextEngine:
         """Nothing to stop."""
 
 
-@dataclass(frozen=True)
-class Copies:
-    """How the target is served for regeneration."""
-
-    settings: SGLangConfig
-    """One server with a copy of the target on each group of GPUs."""
-    in_flight: int
-    """Requests, over all copies."""
-
-
-def copies_on(config: RunConfig, gpus: list[int]) -> Copies:
+def copies_on(config: RunConfig, gpus: list[int]) -> tuple[SGLangConfig, int]:
     """As many copies as the GPUs hold, each on as many as a generator's copy has.
 
     Args:
         config: the recipe.
         gpus: bytes of each leased GPU; empty on the CPU.
+
+    Returns:
+        The settings of one server with a copy of the target on each group of GPUs, and requests in flight over all.
     """
     settings = config.generator.sglang
     if not gpus:
-        return Copies(settings, settings.requests_in_flight)
+        return settings, settings.requests_in_flight
     count = max(1, len(gpus) // config.gpus_per_copy)
     shared = settings.model_copy(update={"tensor_parallel": config.gpus_per_copy, "data_parallel": count})
-    return Copies(shared, count * decoding_requests(min(gpus)))
+    return shared, count * decoding_requests(min(gpus))
 
 
 class SGLangTextEngine:
@@ -129,15 +111,14 @@ class SGLangTextEngine:
 
     def __init__(self, run: RunWithTarget, images: Path):
         config, settings, path = run.config.generator, regeneration_settings(run), Path(run.target.path)
-        copies = copies_on(run.config, leased_bytes())
-        self._in_flight = copies.in_flight
+        served, self._in_flight = copies_on(run.config, leased_bytes())
         longest = run.config.data.max_tokens + settings.max_new_tokens
-        spec = ServerSpec(path, run.config.capture_dtype, longest, copies.in_flight)
+        spec = ServerSpec(path, run.config.capture_dtype, longest, self._in_flight)
         self._server = SGLangServer(
-            lambda port: serving_command(spec, copies.settings, (), port),
+            lambda port: serving_command(spec, served, (), port),
             "sglang-regenerate",
             Owner(run.folder.name, run.folder.logs),
-            server_environment(copies.settings, config.threads),
+            server_environment(served, config.threads),
             config.sglang.start_timeout_s,
             spec.machines,
         )
@@ -152,6 +133,7 @@ class SGLangTextEngine:
         }
 
     def finished(self, dialogues: Iterator[Dialogue]) -> Iterator[Dialogue]:
+        """See `PlainTextEngine.finished`."""
         done: SimpleQueue[Future[Dialogue]] = SimpleQueue()
         threads, waiting = ThreadPoolExecutor(self._in_flight), 0
         try:
@@ -185,6 +167,7 @@ class SGLangTextEngine:
                 self._prompter.answer(dialogue, prompt, tokens)
 
     def close(self) -> None:
+        """Stop the server. Idempotent."""
         self._server.stop()
         self._client.close()
 
@@ -213,7 +196,7 @@ def recipe_prompter(run: RunWithTarget, images: Path) -> Prompter:
     return prompter
 
 
-def start_text_engine(run: RunWithTarget, images: Path) -> TextEngine:
+def start_text_engine(run: RunWithTarget, images: Path) -> PlainTextEngine | SGLangTextEngine:
     """The engine of the run's configuration; see `recipe_prompter`. Raises Refusal for a faulty setup."""
     kind = SGLangTextEngine if run.config.generator.engine == "sglang" else PlainTextEngine
     return kind(run, images)

@@ -5,11 +5,11 @@ cache under the hash of their inputs. They are appended to a file as they are ge
 resume after a crash.
 """
 
-import argparse
 import hashlib
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -283,9 +283,7 @@ def kept_answers(run: RunFolder) -> RegeneratedRecord | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    folder = RunFolder(parser.parse_args().run.absolute())
+    folder = RunFolder(Path(sys.argv[1]).absolute())
     config, record = read_config(folder.config), kept_answers(folder)
     if (since := private_since(config.data.source)) is not None:
         keep_private(folder.path, since)

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,25 +29,6 @@ CHECKED = 16
 GRAIN = 64 * 2**20
 
 
-class Receiver(Protocol):
-    """Makes room for a micro-batch and fills it, sample by sample."""
-
-    words: str
-    """How samples arrive and what is verified, for a person."""
-
-    def empty(self, tokens: int) -> HiddenStates:
-        """Room for `tokens` positions: `aux` `[T, K*H]` and `last` `[T, H]`."""
-        ...
-
-    def receive(self, record: ObjectRecord, into: HiddenStates) -> None:
-        """Fill contiguous rows with one sample. Raises TransferError."""
-        ...
-
-    def close(self) -> None:
-        """Nothing arrives any more."""
-        ...
-
-
 class HostReceiver:
     """Receives into host memory, pinned if there is a GPU; every byte is verified."""
 
@@ -56,13 +36,15 @@ class HostReceiver:
         """`why`: the reason why GPU memory is not used although it was expected."""
         self._transport, self._layout = transport, layout
         self._pinned = torch.cuda.is_available()
+        # How samples arrive and what is verified, for a person.
         self.words = f"into {'pinned ' if self._pinned else ''}host memory, every checksum verified{why and f'; {why}'}"
 
     def empty(self, tokens: int, last: int | None = None) -> HiddenStates:
-        """See `Receiver.empty`; with another number of positions of `last`."""
+        """Room for a micro-batch of `tokens` positions: `aux` `[T, K*H]` and `last` `[T, H]`, or `last` `[L, H]`."""
         return self._layout.empty(tokens, last, pinned=self._pinned)
 
     def receive(self, record: ObjectRecord, into: HiddenStates) -> None:
+        """Fill contiguous rows with one sample. Raises TransferError."""
         self._transport.get(record, self._layout.views(into))
 
     def receive_part(self, record: ObjectRecord, name: str, first: int, into: Tensor) -> None:
@@ -89,9 +71,11 @@ class DeviceReceiver:
         self.words = f"by GPUDirect into the memory of {device}, the checksums of one sample in {CHECKED} verified"
 
     def empty(self, tokens: int) -> HiddenStates:
+        """See `HostReceiver.empty`; on the device."""
         return self._layout.empty(tokens, device=self._device)
 
     def receive(self, record: ObjectRecord, into: HiddenStates) -> None:
+        """See `HostReceiver.receive`."""
         if record.nbytes > len(self._landing):
             self.close()
             self._landing = self._make(-(-record.nbytes // GRAIN) * GRAIN)
@@ -119,6 +103,9 @@ class DeviceReceiver:
         landing = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._transport.client.register(landing.data_ptr(), nbytes)
         return landing
+
+
+Receiver = HostReceiver | DeviceReceiver
 
 
 def open_receiver(transport: Transport, config: TransportConfig, layout: HiddenStateLayout) -> Receiver:

@@ -189,7 +189,6 @@ class DraftTrainer(Callback):
             tokens=int(totals["tokens"]),
             wall_s=totals["trained_s"],
             data_wait_s=totals["waited_s"],
-            step_s=totals["trained_s"],
             checkpoint=self.ledger.checkpoints()[-1].path,
             final_loss=progress.loss,
             acceptance_by_position=tuple(progress.acceptance),

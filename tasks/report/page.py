@@ -122,11 +122,10 @@ class RunFacts:
 
     @property
     def vocabulary(self) -> str:
-        """How much of the text, of the target's own choices and of its probability a draft can express."""
+        """How much of the text and of the target's own choices a draft can express."""
         shares = {
             "of the supervised tokens": self.trained.token_coverage,
             "of the positions trained on": self.trained.vocabulary_coverage,
-            "of the target's probability": self.result.vocabulary_mass,
         }
         return ", ".join(f"{share:.1%} {whole}" for whole, share in shares.items() if share is not None)
 

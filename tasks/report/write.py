@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.utilities.urls import url_for
 
@@ -16,7 +16,7 @@ from infra.files.atomic import write_atomically
 from infra.planner.plan import read_plan
 from infra.provenance import git_sha
 from infra.records.acceptance import BenchmarkResult, RegisteredDraft
-from infra.records.benchmark_text import key, sources_on, text_of
+from infra.records.benchmark_text import key
 from infra.records.data_path import SampleProgress, SamplesRecord, TargetRecord, TrainingResult, generators_changes
 from infra.records.drafts import ExportRecord
 from infra.redaction import redacted
@@ -56,24 +56,9 @@ def write_report(
     tracking = TrackedRun.read(run.tracking_record)
     tags = {"gate": "passed" if result.gate.passed else "not passed", "version": f"{draft.name} {draft.version}"}
     describe_run(tracking, run_markdown(facts), tags, [run.folder.report, run.folder.report_page])
-    create_table_artifact(
-        acceptance_by_lookahead(result),
-        key=artifact_key("acceptance-length", run.config.name),
-        description=f"Acceptance length by lookahead, on {text_of(result)}",
-    )
     page = run_markdown(facts, run.folder.plots)
     create_markdown_artifact(page, key=artifact_key("report", run.config.name), description=version_line(result))
     get_run_logger().info("%s\nreport: %s", result.summary, run.folder.report_page)
-
-
-def acceptance_by_lookahead(result: BenchmarkResult) -> list[dict[str, Any]]:
-    """Acceptance length on the text that the gate judges, one row per lookahead, for Prefect, whose page needs named
-    columns and has room for a few."""
-    judged = sources_on(result, result.traffic)
-    return [
-        {"lookahead": at} | {name: f"{of.length[at]:.2f}" if at in of.length else "" for name, of in judged.items()}
-        for at in sorted(result.acceptance.length)
-    ]
 
 
 def write_files(run: OpenRun, facts: RunFacts) -> None:
@@ -150,9 +135,7 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
     """The benchmark in a page: acceptance and its baselines, lossless decoding, speed, the gate, the conditions."""
     at, lookup = result.conditions.lookahead, result.prompt_lookup_sampled
     shown = result.model_dump(mode="json")
-    lengths = {"draft": "acceptance"} | {
-        name: name for name in ("reference", "sampled", "sampled_drawn", "sampled_reference")
-    }
+    lengths = {"draft": "acceptance"} | {name: name for name in ("reference", "sampled", "sampled_drawn")}
     return {
         "traffic": result.traffic,
         "target": {
@@ -174,5 +157,5 @@ def benchmark_report(result: BenchmarkResult) -> dict[str, Any]:
         },
         "lossless": {name: shown["lossless"][name] for name in ("tokens", "mismatches", "ties")},
         "goodput": result.goodput and [load.model_dump(mode="json") for load in result.goodput.by_load],
-        **{name: shown[name] for name in ("vocabulary_mass", "speed", "gate", "conditions", "summary")},
+        **{name: shown[name] for name in ("speed", "gate", "conditions", "summary")},
     }

@@ -28,7 +28,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from infra.files.run_folder import RunFolder
 from infra.files.sockets import listen
@@ -50,23 +50,16 @@ HEALTH = "HEALTH_CHECK"
 """How the ids of SGLang's own requests begin."""
 
 
-class Capturing(Protocol):
-    """What captures the requests of one run."""
-
-    def close(self) -> None:
-        """End after what was begun."""
-        ...
-
-
-Captures = TypeVar("Captures", bound=Capturing)
 KeyOf = Callable[[Any], str | None]
 """Key of the object to write for a request; None for requests of others."""
+MakeCapture = Callable[[CaptureSpec, KeyOf], Any]
+"""Makes what captures the requests of one run, until its `close`."""
 
 
-class Attachment(Generic[Captures]):
+class Attachment:
     """A run that learns from this server now."""
 
-    def __init__(self, wanted: Attach, make: Callable[[CaptureSpec, KeyOf], Captures], idle: Callable[[], bool]):
+    def __init__(self, wanted: Attach, make: MakeCapture, idle: Callable[[], bool]):
         # Any rank may be given a run's request, so all of them know it by the same one.
         self._idle, self.password = idle, wanted.password or secrets.token_hex(16)
         self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
@@ -105,19 +98,21 @@ class Attachment(Generic[Captures]):
         if not wants(self._rule, request):
             return
         prompt, longest = tuple(request.origin_input_ids), self._rule.longest
-        text = LiveText(prompt=prompt, answer=answer_of(request)[: longest - len(prompt)])
+        # What the user got: a verification step may have gone on after the end of the answer.
+        answer = tuple(request.output_ids_through_stop)
+        text = LiveText(prompt=prompt, answer=answer[: longest - len(prompt)])
         if not self._texts:
             self._since = max(self._since, time.monotonic())
         self._passed_over += len(self._texts) == QUEUED
         self._texts.append(text)
 
 
-class Live(Generic[Captures]):
+class Live:
     """Listens for generators, one at a time.
 
     Args:
         path: of the socket. Raises Refusal as `listen` does.
-        make: makes what captures a run's requests.
+        make: see `MakeCapture`.
         idle: whether the server has nothing to do at the moment.
         obstacle: why no run can learn from this server; empty: it can.
         ranks: how many of the server's processes have requests of their own, and listen.
@@ -126,13 +121,13 @@ class Live(Generic[Captures]):
     def __init__(
         self,
         path: Path,
-        make: Callable[[CaptureSpec, KeyOf], Captures],
+        make: MakeCapture,
         idle: Callable[[], bool] = lambda: True,
         obstacle: str = "",
         ranks: int = 1,
     ):
         self._make, self._idle, self._obstacle, self._ranks = make, idle, obstacle, ranks
-        self.attachment: Attachment[Captures] | None = None
+        self.attachment: Attachment | None = None
         self._listener = listen(path)
         self._thread = threading.Thread(target=self._run, name="live generator", daemon=True)
         self._thread.start()
@@ -189,11 +184,6 @@ def _custom(request: Any) -> dict[str, Any]:
     return custom if isinstance(custom, dict) else {}
 
 
-def answer_of(request: Any) -> tuple[int, ...]:
-    """What the user got: a verification step may have gone on after the end of the answer."""
-    return tuple(request.output_ids_through_stop)
-
-
 def wants(rule: LiveRule, request: Any) -> bool:
     """Whether a rule wants a request of SGLang's that has finished.
 
@@ -204,7 +194,7 @@ def wants(rule: LiveRule, request: Any) -> bool:
     more = request.multimodal_inputs is not None or request.input_embeds is not None or request.lora_id is not None
     if own or aborted or more or (rule.tenants and request.routing_key not in rule.tenants):
         return False
-    asked, answered, steps = len(request.origin_input_ids), len(answer_of(request)), request.spec_verify_ct
+    asked, answered, steps = len(request.origin_input_ids), len(request.output_ids_through_stop), request.spec_verify_ct
     if answered < 2 or asked + 2 > rule.longest:
         return False
     if rule.acceptance_at_most is not None and steps and answered / steps > rule.acceptance_at_most:

@@ -220,7 +220,7 @@ def _writes(parallel: Any) -> bool:
     return parallel.attn_tp_rank == 0 and parallel.attn_cp_rank == 0
 
 
-_LIVE: list[Live[Capture]] = []
+_LIVE: list[Live] = []
 """The listener of a scheduler that serves users, at most one."""
 
 

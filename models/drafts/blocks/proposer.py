@@ -23,8 +23,6 @@ class BlockProposer(CachedProposer):
         empty = draft.fc.weight.new_empty(0, config.num_kv_heads, config.head_dim)
         super().__init__(rows, len(config.layer_types), empty)
         self.draft = draft
-        self.confidences: Tensor | None = None
-        """See `ConfidentProposer`; None where the method has no confidences."""
 
     @torch.no_grad()
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:

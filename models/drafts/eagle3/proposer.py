@@ -1,11 +1,10 @@
 """EAGLE-3 while decoding: chains and trees for several texts, with the draft's own key-value caches.
 
 A tree (EAGLE-2, arXiv 2406.16858) runs through the layers one depth at a time: every place attends to the verified rows
-and to the places on its own path. Dynamic trees of all texts grow together, static ones text by text.
+and to the places on its own path. The trees of all texts grow together.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from models.drafts.batched_proposer import Choice, Turn
 from models.drafts.cache import CachedProposer, RaggedCache
 from models.drafts.growing_trees import GrowingTrees
-from models.drafts.trees import ROOT, Candidates, DynamicTree, Growing, Tree, children, grow
+from models.drafts.trees import DynamicTree, Tree
 
 if TYPE_CHECKING:
     from models.drafts.eagle3.unrolled import UnrolledDraft
@@ -46,15 +45,9 @@ class Eagle3Proposer(CachedProposer):
                 fed_back = normed if draft.config.norm_output else hidden
                 hidden = self.step(tokens.unsqueeze(1), fed_back, positions + offset, columns + offset + 1)
         chains = choice.chains()
-        shapes = {turn.shape for turn in turns.values() if isinstance(turn.shape, DynamicTree)}
-        grown = {shape: self._dynamic(newest, shape) for shape in shapes}
-
-        def proposed(row: int, turn: Turn) -> Tree:
-            if isinstance(turn.shape, DynamicTree):
-                return grown[turn.shape][row]
-            return chains[row] if isinstance(turn.shape, int) else self._static(row, newest[row], turn)
-
-        return {row: proposed(row, turn) for row, turn in turns.items()}
+        shapes = {turn.shape for turn in turns.values() if not isinstance(turn.shape, int)}
+        grown = {shape: self._grow(newest, shape) for shape in shapes}
+        return {row: (chains if isinstance(turn.shape, int) else grown[turn.shape])[row] for row, turn in turns.items()}
 
     def _catch_up(self, turns: Mapping[int, Turn]) -> Tensor:
         """Take in the verified positions that are new; the raw hidden state `[B, H]` of each row's last one.
@@ -113,7 +106,7 @@ class Eagle3Proposer(CachedProposer):
             hidden = layer.finish(hidden, attended.flatten(0, 1), weights)
         return hidden
 
-    def _dynamic(self, newest: Tensor, shape: DynamicTree) -> list[Tree]:
+    def _grow(self, newest: Tensor, shape: DynamicTree) -> list[Tree]:
         """The trees of all rows. Keys of places go to the columns behind the verified ones, for the time being."""
         draft, lengths = self.draft, torch.tensor(self.lengths, device=newest.device).unsqueeze(1)
         trees, raw = GrowingTrees(len(newest), shape.topk, newest.device), newest.unsqueeze(1)
@@ -143,57 +136,3 @@ class Eagle3Proposer(CachedProposer):
         verified = verified.unsqueeze(1).expand(-1, paths.shape[1], -1)
         seen = paths if window is None else paths[..., -window:]
         return verified.scatter(-1, seen, True)
-
-    def _static(self, row: int, newest: Tensor, turn: Turn) -> Tree:
-        assert not isinstance(turn.shape, int)
-        draft, shape, branches = self.draft, turn.shape, _Branches(self, row, newest)
-
-        def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
-            normed = draft.norm(branches.run(grown, nodes))
-            logits = draft.logits(normed)
-            return children(logits, draft.target_ids, width, draft.vocabulary.target_size, shape, turn.sampling)
-
-        return grow(shape, expand, newest.device)
-
-
-class _Branches:
-    """The draft's hidden states along the branches of one growing tree, in a copy of the row's cache."""
-
-    def __init__(self, proposer: Eagle3Proposer, row: int, root: Tensor):
-        self.proposer, self.verified = proposer, proposer.lengths[row]
-        self.caches = [copy(cache) for cache in proposer.caches]
-        for cache in self.caches:
-            cache.only([row])
-        self.hidden: dict[int, Tensor] = {ROOT: root}
-        self.seen: dict[int, list[int]] = {ROOT: []}
-        """Columns of a place's own key and of those above it."""
-
-    def run(self, grown: Growing, nodes: Sequence[int]) -> Tensor:
-        """Raw hidden states `[m, H]` of places of one depth, whose parents ran before."""
-        if list(nodes) == [ROOT]:
-            return self.hidden[ROOT].unsqueeze(0)
-        draft, first = self.proposer.draft, self.verified + len(self.seen) - 1
-        before = torch.stack([self.hidden[grown.parents[node]] for node in nodes])
-        fed_back = draft.norm(before) if draft.config.norm_output else before
-        tokens = torch.tensor([[grown.tokens[node] for node in nodes]], device=before.device)
-        positions = torch.full_like(tokens, self.verified + grown.depth(nodes[0]) - 1)
-        places = first + torch.arange(len(nodes), device=before.device).unsqueeze(0)
-        for row, node in enumerate(nodes):
-            self.seen[node] = [*self.seen[grown.parents[node]], first + row]
-        visible = {
-            window: self._visible(nodes, window, first).to(before.device) for window in set(draft.config.windows)
-        }
-        hidden = self.proposer.run(self.caches, tokens, fed_back, positions, places, visible)
-        self.hidden |= dict(zip(nodes, hidden, strict=True))
-        return hidden
-
-    def _visible(self, nodes: Sequence[int], window: int | None, first: int) -> Tensor:
-        """`[1, m, S]` bool: what places of one depth see, whose keys go to the columns from `first` on."""
-        visible = torch.zeros(1, len(nodes), first + len(nodes), dtype=torch.bool)
-        # A place's path, with itself, are the last positions before it; verified ones come before them.
-        path = len(self.seen[nodes[0]])
-        most = self.verified + path if window is None else window
-        visible[..., max(0, self.verified + path - most) : self.verified] = True
-        for row, node in enumerate(nodes):
-            visible[0, row, self.seen[node][-most:]] = True
-        return visible

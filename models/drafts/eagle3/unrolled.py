@@ -42,29 +42,15 @@ class Pass(NamedTuple):
 
 
 class UnrolledLayer(Protocol):
-    """A decoder layer, cut where its rows attend."""
+    """A decoder layer, cut where its rows attend; see `Eagle3Layer`. Each kind has its own weights for one pass."""
 
-    def weights(self) -> Any:
-        """For one pass."""
-        ...
+    def weights(self) -> Any: ...
 
     def project(
         self, embeddings: Embeddings, tokens: Tensor, hidden: Tensor, tables: Tables, weights: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[N, heads, d]`, rotated keys and values `[N, kv_heads, d]`.
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
-        Args:
-            embeddings: what tokens stand for.
-            tokens: `[N]`, what the rows embed.
-            hidden: `[N, h]`, what enters the layer.
-            tables: of the rows' positions.
-            weights: the layer's.
-        """
-        ...
-
-    def finish(self, hidden: Tensor, attended: Tensor, weights: Any) -> Tensor:
-        """The layer's output `[N, h]` from its input `hidden` and what its rows attend to `[N, heads * d]`."""
-        ...
+    def finish(self, hidden: Tensor, attended: Tensor, weights: Any) -> Tensor: ...
 
 
 class UnrolledDraft(Draft):
@@ -189,7 +175,7 @@ class UnrolledDraft(Draft):
         return hidden
 
     def project(self, one: Pass, layer: int, tokens: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of a layer's rows `[n]`; see `UnrolledLayer.project`."""
+        """Queries, keys and values of a layer's rows `[n]`; see `Eagle3Layer.project`."""
         tables = rotary_tables(positions, self.config)
         return self.decoder_layers[layer].project(one.embeddings, tokens, hidden, tables, one.weights[layer])
 

@@ -10,39 +10,24 @@ from models.drafts.eagle3.layers import GroupedAttention, MultiHeadLatentAttenti
 from models.drafts.layers import GatedMLP, GatedWeights, RMSNorm
 from models.drafts.mtp.experts import ExpertWeights, MixtureOfExperts
 from models.drafts.products import SharedWeight, added_product, products
-from models.drafts.row_functions import Embeddings, Tables, rms_norm
+from models.drafts.row_functions import Embeddings, Tables
 
 
-class ZeroCentredNorm(nn.Module):
-    """Root mean square norm whose stored weights are the factors less 1 (Qwen3-Next, Qwen3.5)."""
+class ZeroCentredNorm(RMSNorm):
+    """A norm whose stored weights are the factors less 1 (Qwen3-Next, Qwen3.5)."""
 
     def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-        self.eps = eps
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
 
     @property
     def factors(self) -> Tensor:
-        """`[size]`."""
         return 1 + self.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., size]` any dtype to the same shape in autocast's dtype, or else the weight's."""
-        return rms_norm(x, self.factors, self.eps)
 
-
-class PlainNorm(RMSNorm):
-    """A norm that is used as a family's layers use theirs."""
-
-    @property
-    def factors(self) -> Tensor:
-        """`[size]`."""
-        return self.weight
-
-
-def norm_of(config: MtpConfig, size: int) -> PlainNorm | ZeroCentredNorm:
+def norm_of(config: MtpConfig, size: int) -> RMSNorm:
     """A norm as the family stores it."""
-    kind = ZeroCentredNorm if config.family == "qwen" else PlainNorm
+    kind = ZeroCentredNorm if config.family == "qwen" else RMSNorm
     return kind(size, config.rms_norm_eps)
 
 
