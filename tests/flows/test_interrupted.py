@@ -27,7 +27,6 @@ SMALL = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=2",
 ]
 

@@ -28,7 +28,6 @@ QUICK = ["training.max_steps=20", "benchmark.prompts=8", "benchmark.max_new_toke
 QUICK += [
     "benchmark.timed_tokens=16",
     "benchmark.loads=[1]",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=2",
 ]
 

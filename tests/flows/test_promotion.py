@@ -32,7 +32,6 @@ SMALL = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=40",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     f"tracking.registered_model={DRAFT}",
     "promotion.approval=true",
     "promotion.traffic.sampling=greedy",

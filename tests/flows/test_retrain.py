@@ -40,7 +40,6 @@ SMALL = [
     "benchmark.max_new_tokens=16",
     "benchmark.reference_tokens=64",
     "benchmark.timed_tokens=16",
-    "benchmark.sampled_reference_tokens=0",
     "promotion.smoke_prompts=2",
 ]
 COMMAND = [sys.executable, "-c", "from flows.command_line import main; main()", "retrain"]

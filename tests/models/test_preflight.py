@@ -214,8 +214,8 @@ def test_a_run_that_cannot_learn_from_a_server_is_refused(vocabulary, has_start,
         check_live(run)
 
 
-def test_a_server_that_is_restarted_is_waited_for(tmp_path, capsys):
-    place = tmp_path / "live.sock"
+def test_a_server_that_is_restarted_is_waited_for(tmp_path, path_in_memory, capsys):
+    place = path_in_memory / "live.sock"  # a short path
     changes = ["generator.engine=serving", LIVE.replace("/nowhere/live.sock", str(place)), "data.source=live"]
     changes += ["data.max_samples=64", "data.overlong=truncate", "training.start_from=champion"]
     run = run_of("LlamaForCausalLM", {}, changes, tmp_path)

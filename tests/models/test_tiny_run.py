@@ -31,7 +31,6 @@ def finished(make_run, run_to_the_end, start, monkeypatch):
     folder = make_run(
         "tiny", "data.max_samples=800", "benchmark.prompts=32", "benchmark.reference_tokens=2000",
         "benchmark.served_concurrency=[4]",
-        "benchmark.sampled_reference_tokens=0",  # they are decoded in benchmark/test_benchmark.py
         "promotion.traffic.sampling=greedy",  # what an engine's counts are of
     )  # fmt: skip
     run_to_the_end(folder)

@@ -40,7 +40,7 @@ def goodput() -> MeasuredGoodput:
     """By hand: 3 proposals for one text, none for 16."""
     fit = CostFit(
         constant=0.01, per_text=0.0, per_token=0.0, knee=0.0, per_token_beyond=0.0, several=0.0, several_per_text=0.0,
-        together=0.0, per_position=0.0, worst_error=0.0,
+        together=0.0, per_position=0.0,
     )  # fmt: skip
     rows = tuple(
         Goodput(batch=batch, lookahead=at, step_s=0.01, tokens_per_step=2.5, tokens_per_s=speed)
@@ -79,7 +79,7 @@ def result() -> BenchmarkResult:
         acceptance=acceptance(3.5),
         reference=Acceptance(conversations=4, length={4: 3.5}, steps={4: 9}, by_position=()),
         gap=0.0, counts_identical=True, counts_compared=4, sampled=acceptance(2.5), prompt_lookup=acceptance(2.1),
-        prompt_lookup_sampled=acceptance(1.2), vocabulary_mass=0.888, champion=None,
+        prompt_lookup_sampled=acceptance(1.2), champion=None,
         more_baselines={"Token Recycling": acceptance(1.9), "suffix decoding": acceptance(1.8)},
         more_baselines_sampled={"Token Recycling": acceptance(1.1), "suffix decoding": acceptance(1.15)},
         gate=gate, speed=speed, goodput=goodput(),
@@ -138,7 +138,7 @@ def samples() -> SamplesRecord:
 def trained() -> TrainingResult:
     rates = SideRates(inference=2000.0, transport=9000.0, training=105.0, data_wait_share=0.03, generators=2, ranks=1)
     return TrainingResult(
-        steps=20, tokens=1000, wall_s=754.0, data_wait_s=0.5, step_s=10.0, checkpoint="checkpoints/step-000020-1",
+        steps=20, tokens=1000, wall_s=10.0, data_wait_s=0.5, checkpoint="checkpoints/step-000020-1",
         final_loss=1.25, acceptance_by_position=(0.51, 0.32), vocabulary_coverage=0.912, token_coverage=0.956,
         checkpoint_stall_s=0.012, rates=rates,
     )  # fmt: skip

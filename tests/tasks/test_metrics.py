@@ -44,10 +44,6 @@ def test_prometheus_reads_every_figure(rows: list[DraftRow]) -> None:
         assert found[f"{PREFIX}gpu_busy_ratio"] == {champion: 0.75}
         assert found[f"{PREFIX}cost_dollars"][champion] == 3.0
         assert found[f"{PREFIX}servers"][("draft-x", "T", "1")] == 1
-        page = httpx.get(address, trust_env=False)
-        assert page.is_success
-        assert "draft-y" in page.text
-        assert httpx.get(f"{address}/other", trust_env=False).status_code == 404
 
 
 def test_a_port_that_is_taken_is_refused(rows: list[DraftRow]) -> None:
@@ -115,8 +111,8 @@ def test_a_registry_that_fails_is_not_asked_at_every_scrape() -> None:
         raise OSError("no route to host")
 
     with serving_metrics("127.0.0.1", 0, fails) as address:
-        for place in ("/metrics", "/"):
-            answer = httpx.get(address + place, trust_env=False)
+        for _ in range(2):
+            answer = httpx.get(f"{address}/metrics", trust_env=False)
             assert (answer.status_code, "no route to host" in answer.text) == (503, True)
     assert len(asked) == 1
 

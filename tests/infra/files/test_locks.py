@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.files.locks import LockHeldError, hold, hold_among_users, own_folder, sweep
+from infra.files.locks import LockHeldError, hold, own_folder, sweep
 from infra.refusal import Refusal
 
 HOLDER = """
@@ -180,7 +180,7 @@ def test_a_folder_of_every_user_s_locks(tmp_path: Path) -> None:
     path = tmp_path / "gpus" / "GPU-aa.lock"
     before = os.umask(0o077)
     try:
-        with hold_among_users(path):
+        with hold(path, for_everybody=True):
             pass
     finally:
         os.umask(before)
@@ -193,7 +193,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "gpus").symlink_to(elsewhere)
-    with pytest.raises(NotADirectoryError), hold_among_users(tmp_path / "gpus" / "GPU-aa.lock"):
+    with pytest.raises(NotADirectoryError), hold(tmp_path / "gpus" / "GPU-aa.lock", for_everybody=True):
         pass
     (tmp_path / "lock").symlink_to(elsewhere / "made")
     with pytest.raises(OSError, match="symbolic links"), hold(tmp_path / "lock"):

@@ -1,12 +1,14 @@
 """A registry, stand-ins for SGLang servers, and clients that send requests all the time."""
 
 import json
+import os
 import random
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,7 @@ from infra.records.acceptance import Conditions, RequestCounts
 from infra.serving.config import CanaryConfig, FollowConfig, ServerConfig
 from infra.serving.control import MARK
 from infra.serving.follower import BY, Follower
-from infra.serving.servers import ServerClient, version_of
+from infra.serving.servers import REQUEST_S, ServerClient, version_of
 from infra.tracking import registry, runs
 from infra.tracking.promotion import DraftInService
 from infra.tracking.runs import TrackedRun
@@ -32,7 +34,14 @@ from tests.infra.serving.stand_in_sglang import LOOKAHEAD, NEW_TOKENS, count_ste
 DRAFT = "draft-served"
 PROMPTS = tuple((number, number + 1, number + 2) for number in range(8))
 PROGRAM = Path(__file__).parent / "stand_in_sglang.py"
-SETTLED_S = 120.0
+STAND_IN = f"{sys.executable} {PROGRAM} --tests {os.getpid()}"
+SETTLED_S = 600.0
+MORTAL = """
+import os, sys
+from infra.processes.exit import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 ARGUMENTS = ("--speculative-algorithm", "EAGLE3")
 CONDITIONS = Conditions(
     target="t", target_revision="r", draft="d", draft_revision="d", dataset_hash="d", template_hash="t", thinking=False,
@@ -74,9 +83,8 @@ class ServingWorld:
 
     def config(self, **changes: Any) -> FollowConfig:
         """Settings with short waits."""
-        command = f"{sys.executable} {PROGRAM} --port"
         servers = tuple(
-            ServerConfig(url=f"http://127.0.0.1:{port}", command=f"{command} {port}") for port in self.ports
+            ServerConfig(url=f"http://127.0.0.1:{port}", command=f"{STAND_IN} --port {port}") for port in self.ports
         )
         given = {
             "draft": DRAFT, "tracking_uri": self.uri, "folder": str(self.folder / "served"), "servers": servers,
@@ -181,21 +189,22 @@ def with_options(world: ServingWorld, options: str) -> tuple[ServerConfig, ...]:
     return tuple(one.model_copy(update={"command": f"{one.command} {options}"}) for one in servers)
 
 
-class Clients(threading.Thread):
+class Clients:
     """Sends requests all the time, each to a server chosen at random; one that fails is sent once more, to another.
 
     Counts the healthy servers, too, as a load balancer would.
     """
 
     def __init__(self, ports: Sequence[int], seed: int = 0) -> None:
-        super().__init__(daemon=True)
         self._ports, self._draws, self._ending = list(ports), random.Random(seed), threading.Event()
+        self._thread = ThreadPoolExecutor(1)
         self.sent = self.retried = 0
         self.lost: list[str] = []
         self.least_healthy = len(ports)
 
-    def run(self) -> None:
-        with httpx.Client(timeout=10.0, limits=httpx.Limits(max_keepalive_connections=0)) as http:
+    def _run(self) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(timeout=REQUEST_S, limits=limits, trust_env=False) as http:
             while not self._ending.wait(0.01):
                 healthy = [port for port in self._ports if self._is_healthy(http, port)]
                 self.least_healthy = min(self.least_healthy, len(healthy))
@@ -224,18 +233,21 @@ class Clients(threading.Thread):
             return False
 
     def __enter__(self) -> "Clients":
-        self.start()
+        self._running = self._thread.submit(self._run)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ending.set()
-        self.join()
+        self._thread.shutdown()
+        self._running.result()
+        assert self.sent or kind, "nobody sent a request"
 
 
 def start_follower(world: ServingWorld, settings: Path, log: Path) -> subprocess.Popen[bytes]:
-    """`draftsmith serve-follow` as a process of its own."""
+    """`draftsmith serve-follow` as a process of its own, which does not outlive the tests' process."""
     if not settings.is_file():
         settings.write_text(world.config().model_dump_json())  # JSON is YAML
-    command = [str(Path(sys.executable).with_name("draftsmith")), "serve-follow", str(settings)]
+    program = str(Path(sys.executable).with_name("draftsmith"))
+    command = [sys.executable, "-c", MORTAL, str(os.getpid()), program, "serve-follow", str(settings)]
     with log.open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=world.folder)

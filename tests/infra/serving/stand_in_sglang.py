@@ -1,26 +1,29 @@
 """A program with the addresses of an SGLang server that a follower uses, which starts in a tenth of a second.
 
-    python stand_in_sglang.py --port PORT [--enable-metrics] [--speculative-draft-model-path FOLDER] [...]
+    python stand_in_sglang.py --tests PID --port PORT [--enable-metrics] [--speculative-draft-model-path FOLDER] [...]
 
 The draft's config.json says what it is worth: {"length": acceptance length}, and {"broken": true} for one that cannot
 be loaded, {"frozen": true} for one whose server takes no other weights. With {"in_weights": true} the length is the
 number in the tensor `length`, so that a swap changes it. The text is the target's, whatever the draft. Like SGLang it
 drains after SIGTERM: its health is 503, and it ends when no request is left. It has no counters without
 --enable-metrics, and with --api-key it tells nothing without the key. While there is a file FULL its queue is full.
-With --ssl-certfile it speaks TLS; the file holds the key, too.
+With --ssl-certfile it speaks TLS; the file holds the key, too. It outlives followers, but not the tests' process.
 """
 
 import argparse
 import base64
 import json
+import os
 import pickle
 import random
+import select
 import signal
 import ssl
 import struct
 import threading
 import time
 import uuid
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -171,9 +174,17 @@ def read_length(file: Path) -> float:
     return struct.unpack("<f", content[begin : begin + 4])[0]
 
 
+def end_after(process: int) -> None:
+    """pytest may be killed, and nobody else would end this server."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process)], [], [])
+    os._exit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--tests", type=int, required=True)
     parser.add_argument("--speculative-draft-model-path")
     parser.add_argument("--enable-metrics", action="store_true")
     parser.add_argument("--api-key")
@@ -191,6 +202,7 @@ def main() -> None:
         raise SystemExit("RuntimeError: the draft's tensors do not fit")
     server = StandIn(options, worth)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.drain).start())
+    threading.Thread(target=end_after, args=(options.tests,), daemon=True).start()
     server.serve_forever(poll_interval=0.02)
 
 

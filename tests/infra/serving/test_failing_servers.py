@@ -109,8 +109,9 @@ def test_a_server_that_ends_during_the_handshake_has_no_bad_certificate() -> Non
 
 
 def test_names_and_proxies_say_nothing_about_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HTTP_PROXY", raising=False)
-    monkeypatch.delenv("http_proxy", raising=False)
+    for name in ("HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
     monkeypatch.setenv("NO_PROXY", "server.invalid")
     assert "resolution of names" in failure_at("http://server.invalid:1").words
     monkeypatch.setenv("NO_PROXY", "")

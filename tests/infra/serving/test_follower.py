@@ -20,9 +20,17 @@ from infra.serving.follower import BY, Follower
 from infra.tracking.client import connect
 from infra.tracking.promotion import DraftInService
 from infra.tracking.registry import history
-from tests.infra.serving.serving_world import ARGUMENTS, DRAFT, PROGRAM, Clients, ServingWorld, serving_world
+from tests.infra.serving.serving_world import (
+    ARGUMENTS,
+    DRAFT,
+    SETTLED_S,
+    STAND_IN,
+    Clients,
+    ServingWorld,
+    serving_world,
+)
 
-TRAFFIC = CanaryConfig(steps=1000, wait_s=60.0)
+TRAFFIC = CanaryConfig(steps=1000, wait_s=SETTLED_S)
 
 
 @pytest.fixture
@@ -282,7 +290,7 @@ def test_servers_of_another_supervisor_are_restarted_by_its_command(world: Servi
     unit.write_text(
         f"if [ -f {pid} ]; then kill -9 $(cat {pid}); sleep 0.2; fi\n"
         f"DRAFT_ARGUMENTS=$(sed s/^DRAFT_ARGUMENTS=// {environment})\n"
-        f"{sys.executable} {PROGRAM} --port {port} --enable-metrics $DRAFT_ARGUMENTS & echo $! > {pid}\n"
+        f"{STAND_IN} --port {port} --enable-metrics $DRAFT_ARGUMENTS & echo $! > {pid}\n"
     )
     server = ServerConfig(url=f"http://127.0.0.1:{port}", restart=f"bash {unit}")
     follower = world.follower(servers=(server,), unhealthy_s=0.3)

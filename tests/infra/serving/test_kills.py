@@ -14,11 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.infra.serving.serving_world import Clients, ServingWorld, serving_world, start_follower
+from tests.infra.serving.serving_world import SETTLED_S, Clients, ServingWorld, serving_world, start_follower
 
 SEEDS = (1,)
 KILLS = 6
-SETTLED_S = 120.0
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,7 +11,7 @@ import pytest
 
 from infra.serving.config import ServerConfig
 from infra.serving.follower import Follower
-from tests.infra.serving.serving_world import PROGRAM, SETTLED_S, ServingWorld, serving_world, with_options
+from tests.infra.serving.serving_world import SETTLED_S, STAND_IN, ServingWorld, serving_world, with_options
 
 
 @pytest.fixture
@@ -77,7 +76,7 @@ def supervised(world: ServingWorld) -> Iterator[Callable[[str], ServerConfig]]:
         unit.write_text(
             f"echo run >> {world.folder}/runs\nOLD=$(cat {pid} 2>/dev/null)\n"
             f"DRAFT_ARGUMENTS=$(sed s/^DRAFT_ARGUMENTS=// {environment})\n"
-            f"new() {{ {sys.executable} {PROGRAM} --port {port} --enable-metrics $* & echo $! > {pid}; }}\n"
+            f"new() {{ {STAND_IN} --port {port} --enable-metrics $* & echo $! > {pid}; }}\n"
             f"old() {{ kill -9 $OLD; while kill -0 $OLD; do sleep 0.05; done; }}\n{script}\n"
         )
         return ServerConfig(url=f"http://127.0.0.1:{port}", restart=f"bash {unit}")

@@ -1,14 +1,14 @@
 """Weights that a follower loads into running servers, over stand-ins."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from infra.serving.config import ServerConfig
-from infra.serving.rollout import RolloutState
+from infra.serving.rollout import RolloutState, ServerStep
 from infra.tracking.registry import history
 from tests.infra.serving.serving_world import DRAFT, Clients, ServingWorld, serving_world, with_options
 from tests.infra.serving.test_follower import TRAFFIC
@@ -84,26 +84,35 @@ def test_a_server_whose_swap_was_interrupted_is_restarted(world: ServingWorld) -
     assert RolloutState.read(file).swapping == ()
 
 
-@pytest.mark.parametrize(
-    ("worth", "changes", "options"),
-    [({"frozen": True}, {}, ""), ({}, {"swap": False}, ""), ({}, {}, "--tokenizer-worker-num 2")],
-    ids=["the server refuses", "switched off", "one of several processes would report it"],
-)
-def test_otherwise_servers_are_restarted(
-    world: ServingWorld, worth: dict[str, Any], changes: dict[str, Any], options: str
-) -> None:
-    changes = {"servers": with_options(world, options), **changes}
-    first, second = (world.register(length, in_weights=True, **worth) for length in (2.0, 2.5))
+def test_servers_that_refuse_weights_are_restarted(world: ServingWorld) -> None:
+    first, second = (world.register(length, in_weights=True, frozen=True) for length in (2.0, 2.5))
     world.promote(first)
-    world.settle(world.follower(**changes))
+    world.settle(world.follower())
     before = starts(world)
     with Clients(world.ports) as clients:
         world.promote(second)
-        world.settle(world.follower(**changes))
+        world.settle(world.follower())
     assert world.running() == [second] * 2
     assert starts(world) == before + 2
-    assert any("update_weights_from_tensor: 400" in line for line in world.said) is bool(worth), "it was asked"
+    assert any("update_weights_from_tensor: 400" in line for line in world.said), "it was asked"
     assert clients.lost == []
+
+
+def test_which_servers_are_sent_no_weights(world: ServingWorld) -> None:
+    """Where that is switched off, and where afterwards one of several processes would report it."""
+    servers = with_options(world, "--tokenizer-worker-num 2")[:1]
+    first, second = world.register(2.0, in_weights=True), world.register(2.5, in_weights=True)
+    world.promote(first)
+    world.settle(follower := world.follower(servers=servers))
+    (several,) = follower._fleet.look(follower.state)
+    assert several.report is not None
+    assert several.report.workers == 2
+    one, step = replace(several, report=replace(several.report, workers=1)), ServerStep("stop", servers[0].url, second)
+    assert not follower._swap(step, [several])
+    assert not world.follower(servers=servers, swap=False)._swap(step, [one])
+    assert world.running()[0] == first
+    assert follower._swap(step, [one])
+    assert world.running()[0] == second
 
 
 def test_a_supervisors_next_start_is_with_the_swapped_version(world: ServingWorld) -> None:

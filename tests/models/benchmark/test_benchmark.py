@@ -27,7 +27,6 @@ from models.benchmark.harness_result import lines as lines_of
 from models.benchmark.harness_result import page
 from models.benchmark.harness_result import table as table_of
 from models.benchmark.measure import walk_decoded
-from models.benchmark.reference import decode_sampled
 from models.benchmark.run import benchmark_run, lines, tables, terminal_table
 from models.benchmark.served import serve, served_answers, served_at, speculative_arguments
 from models.benchmark.smoke import smoke_test
@@ -112,8 +111,6 @@ def export_draft(draft: Draft, target: Path, folder: Path) -> Path:
     description = DraftDescription(
         config=draft.config.model_dump(),
         aux_layer_ids=draft.aux_layer_ids,
-        target_path=str(target),
-        target_revision="r",
         target_vocab_size=VOCABULARY_SIZE,
     )
     write_atomically(checkpoint / DRAFT, description)
@@ -138,7 +135,7 @@ def run(tmp_path: Path, target: Path, text: Path, monkeypatch: pytest.MonkeyPatc
             "draft": {"method": "eagle3", "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 32},
             "benchmark": {"prompts": 12, "max_new_tokens": 16, "reference_tokens": 90, "timed_tokens": 40}
             | {"suffix_log": str(log)}
-            | {"sampled_temperature": 0.8, "sampled_top_p": 0.95, "sampled_reference_tokens": 140},
+            | {"sampled_temperature": 0.8, "sampled_top_p": 0.95},
             "promotion": {"suites": {"asked": str(asked)}},
         }
     )
@@ -180,10 +177,6 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert 90 <= result.lossless.tokens < 90 + 16
     assert list(result.acceptance.length) == list(range(1, 8))
     assert list(result.reference.length) == [4]
-    assert result.sampled_reference is not None
-    assert list(result.sampled_reference.length) == [4]
-    assert 3 <= result.sampled_reference.conversations < 12, "40 tokens, at most 16 a conversation"
-    assert 1.0 <= result.sampled_reference.length[4] < 2.0
     assert (result.conditions.sampled_temperature, result.conditions.sampled_top_p) == (0.8, 0.95)
     shown = Console(width=120, file=StringIO())
     shown.print(*tables(result))
@@ -210,9 +203,6 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
     assert 0 <= steps - result.acceptance.steps[4] <= 12, "at most one cut step each"
     assert 1.0 <= tokens / steps <= result.acceptance.length[4] + 0.1
     assert result.speed.tokens >= 40
-    assert result.vocabulary_mass is not None
-    assert 0.5 < result.vocabulary_mass < 1.0, "60 of 80 tokens of a random target"
-    assert any("Draft vocabulary: holds" in line for line in lines(result))
     assert not result.conditions.thinking
     check_goodput(result, run)
     for plot in ("acceptance_by_position.png", "goodput.png", "heldout.png", "samples.png", "training.png"):
@@ -220,19 +210,17 @@ def test_benchmark_of_a_run(run: PreparedRun, target: Path, tmp_path: Path):
 
 
 def check_sampled(result: BenchmarkResult, shown: str) -> None:
-    """Both rules at every lookahead, and real decoding beside the one that is served."""
+    """Both rules at every lookahead."""
     assert result.sampled is not None
     assert result.sampled_drawn is not None
     assert list(result.sampled.length) == list(result.sampled_drawn.length) == list(range(1, 8))
     assert result.sampled_drawn.length[7] >= result.sampled_drawn.length[1] > 1
     assert result.champion_sampled is not None
     assert (result.traffic, result.length) == ("sampled", result.sampled.length[4])
-    assert result.sampled_deviation is not None
-    assert abs(result.sampled_deviation) < 5
     assert result.conditions.proposals == "greedy"
-    for rule in ("greedy proposals", "drawn proposals", "greedy proposals, real"):
+    for rule in ("greedy proposals", "drawn proposals"):
         assert f"draft, {rule}" in shown
-    assert any("real decoding with greedy proposals gave" in line for line in lines(result))
+    assert any("likeliest tokens" in line for line in lines(result))
 
 
 def check_goodput(result: BenchmarkResult, run: PreparedRun) -> None:
@@ -291,23 +279,36 @@ def test_bench_of_suites(run: PreparedRun, target: Path, text: Path, tmp_path: P
     champion = export(target, tmp_path / "champion", (1,), seed=2)
     arguments = ["--target", str(target), "--draft", str(run.folder.export), "--champion", str(champion)]
     arguments += ["--suite", f"asked={run.config.promotion.suites['asked']}", "--prompts", str(text)]
-    arguments += ["--lookahead", "3", "--tree", "2x1", "--batch", "2", "--timed-prompts", "2", "--num-prompts", "5"]
+    arguments += [
+        "--lookahead",
+        "3",
+        "--tree",
+        "dynamic-2-2-3",
+        "--batch",
+        "2",
+        "--timed-prompts",
+        "2",
+        "--num-prompts",
+        "5",
+    ]
     arguments += ["--verified-prompts", "5"]
     log, free = tmp_path / "requests.jsonl", ("prompt-lookup", "suffix-warm")
     log.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in text.read_text().splitlines()))
     arguments += ["--suffix-log", str(log)]
     result = bench(options([*arguments, "--max-new-tokens", "6", "--baselines", "prompt-lookup"]))
     asked = [(cell.source, cell.shape, cell.conditions.temperature) for cell in result.cells if cell.suite == "asked"]
-    drafts = [(name, shape, t) for t in (0.0, 1.0) for name in ("draft", "champion") for shape in ("3", "2x1")]
+    drafts = [
+        (name, shape, t) for t in (0.0, 1.0) for name in ("draft", "champion") for shape in ("3", "dynamic-2-2-3")
+    ]
     assert sorted(asked) == sorted([*drafts, *((name, "3", t) for name in free for t in (0.0, 1.0))])
     assert len(result.cells) == 2 * len(asked)
-    assert result.notes == tuple(f"{name} proposes chains only: no figures for 2x1" for name in free)
+    assert result.notes == tuple(f"{name} proposes chains only: no figures for dynamic-2-2-3" for name in free)
     for cell in result.cells:
         assert (cell.mismatches, cell.ties) == ((0, 0) if cell.conditions.temperature == 0 else (None, None))
         assert cell.conversations + (cell.repetitive.conversations if cell.repetitive else 0) == 5
         assert (cell.conditions.lookahead, cell.conditions.topk) == ((3, 1) if cell.shape == "3" else (2, 2))
         assert cell.conditions.concurrency == 2
-        drawn = cell.conditions.temperature > 0 and cell.source not in free
+        drawn = cell.conditions.temperature > 0 and cell.source not in free and cell.shape == "3"
         assert cell.conditions.proposals == ("drawn" if drawn else "greedy")
         assert (cell.conditions.draft == "none") == (cell.source in free)
         timed = (cell.suite, cell.conditions.temperature) == ("asked", 0)
@@ -346,7 +347,7 @@ def test_bench_refuses_in_words(run: PreparedRun, target: Path, text: Path, tmp_
     common = ["--target", str(target), "--draft", str(run.folder.export)]
     with pytest.raises(ValueError, match="export folder"):
         bench(options(["--target", str(target), "--draft", str(tmp_path), "--prompts", str(text)]))
-    with pytest.raises(ValueError, match="write 3x2x1"):
+    with pytest.raises(ValueError, match="write dynamic-5-4-16"):
         bench(options([*common, "--prompts", str(text), "--lookahead", "3;5"]))
     with pytest.raises(ValueError, match="no prompts: give --suite"):
         bench(options(common))
@@ -561,12 +562,6 @@ def test_the_drift_test_s_reference_is_of_proposals_as_they_are_served(run: Prep
     expected = {"greedy": own.steps[at], "drawn": drawn.steps[at]}
     assert expected[proposals] - 0.5 <= steps <= expected[proposals] + cut + 0.5
     assert (steps % 1 > 0) == (proposals == "drawn"), "steps are expected where proposals are drawn"
-
-
-def test_the_sampled_reference_can_be_left_out(run: PreparedRun):
-    config = run.config.benchmark.model_copy(update={"sampled_reference_tokens": 0})
-    loaded = load_contestants(Path(run.target.path), [run.folder.export], torch.float32)
-    assert decode_sampled(loaded, config, [[5, 9, 30]], 0, lambda _: None) == ()
 
 
 def test_bench_compares_a_text_that_is_not_the_targets_with_a_walk_over_itself(run: PreparedRun, target: Path):

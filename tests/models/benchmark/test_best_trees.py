@@ -27,7 +27,7 @@ SHAPE = {"vocab_size": VOCABULARY, "num_heads": 2, "num_kv_heads": 1, "head_dim"
 
 
 def costs(**amounts: float) -> CostFit:
-    return CostFit(**(dict.fromkeys(TERMS, 0.0) | {"knee": 0.0, "worst_error": 0.0} | amounts))
+    return CostFit(**(dict.fromkeys(TERMS, 0.0) | {"knee": 0.0} | amounts))
 
 
 def measured(target: CostFit, draft: CostFit) -> MeasuredGoodput:

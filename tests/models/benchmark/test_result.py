@@ -42,7 +42,7 @@ def test_better_greedy_but_worse_sampled_is_decided_by_the_traffic(sampling: str
     real = tuple(Decoded([], counts[LOOKAHEAD - 1]) for counts in greedy.walks[DRAFT])
     lossless, speed = LosslessRecord(tokens=100, mismatches=0, ties=0, divergences=()), speed_record(100, 1.0, 0.5, 2.0)
     reference = ReferenceRun(real, (lossless,), speed)
-    found = Measurements(greedy, sampled, reference, greedy.walks[DRAFT], (), "greedy", 1.0)
+    found = Measurements(greedy, sampled, reference, greedy.walks[DRAFT])
     promotion = PromotionConfig(traffic=TrafficConfig.model_validate({"sampling": sampling, "loads": []}))
     evidence = gather(
         found, [], BenchmarkConfig(lookahead=LOOKAHEAD, min_distinct_token_share=0.001), promotion, dataset_hash="d",

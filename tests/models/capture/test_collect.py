@@ -45,7 +45,11 @@ input()
 
 
 def test_a_server_that_is_restarted_is_waited_for(
-    tiny_target: TargetRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_target: TargetRecord,
+    tmp_path: Path,
+    path_in_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What came before is kept, and what became of the requests is told meanwhile."""
     monkeypatch.setattr("models.capture.collect.TELL_S", 0.0)
@@ -58,7 +62,7 @@ def test_a_server_that_is_restarted_is_waited_for(
     (tmp_path / "texts").write_text(
         json.dumps([(tokens(f"Sort a list of {n} names"), answer) for n in range(2 * LEAST)])
     )
-    path = tmp_path / "a.sock"
+    path = path_in_memory / "a.sock"
     servers = [{"address": "http://127.0.0.1:1", "socket": str(path)}]
     live = {"servers": servers, "consent": "users agreed", "retention_days": 1, "share": 1.0}
     config = load_recipe(TINY, [*SETTINGS, "data.min_tokens=2", f"generator.live={json.dumps(live)}"])

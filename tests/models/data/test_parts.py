@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infra.files.private import MARK
 from models.config.data import DataConfig
 from models.data.conversations import Document, Message
 from models.data.outcomes import Outcome, PreparationCounts, read_outcomes, write_outcomes
-from models.data.parts import EncoderSettings, outcomes_in_parts
+from models.data.parts import MakeEncoder, make_encoder, outcomes_in_parts
 from tests.models.chat_templates import CHATML
 
 
@@ -31,11 +32,11 @@ DOCUMENTS = [conversation(number) for number in (*range(50), 3, 4, *range(50, 90
 
 
 @pytest.fixture
-def settings(make_tokenizer: Any, tmp_path: Path) -> EncoderSettings:
+def make(make_tokenizer: Any, tmp_path: Path) -> MakeEncoder:
     target = tmp_path / "target"
     make_tokenizer(CHATML).save_pretrained(target)
     config = DataConfig(min_tokens=2, max_tokens=30, overlong="drop")
-    return EncoderSettings(str(target), config, False, ("12?",), "", 1000, frozenset(), ())
+    return partial(make_encoder, str(target), ("12?",), config=config, add_bos=False, vocabulary=1000)
 
 
 def same(found: list[Outcome], expected: list[Outcome]) -> bool:
@@ -47,22 +48,22 @@ def same(found: list[Outcome], expected: list[Outcome]) -> bool:
 
 
 def test_processes_make_what_one_makes_and_finished_parts_are_kept(
-    settings: EncoderSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: MakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = list(settings.encoder().outcomes(DOCUMENTS))
+    expected = list(make().outcomes(DOCUMENTS))
     assert any(one.samples for one in expected)
     assert any(one.counts.dropped for one in expected)
     parts = tmp_path / ".set.parts"
-    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected), "few documents"
+    assert same(list(outcomes_in_parts(DOCUMENTS, make, parts)), expected), "few documents"
     assert not parts.exists()
     monkeypatch.setattr("models.data.parts.FEW", 10)
     monkeypatch.setattr("models.data.parts.PART", 16)
-    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts)), expected)
+    assert same(list(outcomes_in_parts(DOCUMENTS, make, parts)), expected)
     files = sorted(parts.iterdir())
     assert len(files) == -(-len(DOCUMENTS) // 16)
     kept = {file: file.stat().st_mtime_ns for file in files}
     files[2].unlink()
-    assert same(list(outcomes_in_parts(DOCUMENTS, settings, parts, private_since=1e6)), expected)
+    assert same(list(outcomes_in_parts(DOCUMENTS, make, parts, private_since=1e6)), expected)
     assert parts.stat().st_mode & 0o077 == 0
     assert (parts / MARK).stat().st_mtime == 1e6
     assert [file for file in kept if file.stat().st_mtime_ns != kept[file]] == [files[2]]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.refusal import Refusal
 from models.config.data import DataConfig
 from models.data.benchmark_prompts import BenchmarkPrompts
 from models.data.conversations import Document, Message, Tokens
@@ -16,6 +17,7 @@ from models.data.samples import (
     SampleEncoder,
     divide,
     even_pieces,
+    first_held,
     last_run,
 )
 from tests.models.chat_templates import CHATML, QWEN3
@@ -278,14 +280,15 @@ def test_no_document_is_on_both_sides(pieces, share: float, limit: int | None, d
     samples = [sample(*piece) for piece in pieces]
     samples += [EncodedSample(shared.tokens, shared.loss_mask, sample(d, 0).document) for d, n in pieces if d < 10 > n]
     config = DataConfig(heldout_share=share, max_samples=limit)
-    if len({one.document for one in samples}) < 2:
+    names = sorted({one.document for one in samples})
+    if len(names) < 2:
         return
-    try:
-        splits = divide(samples, config, PreparationCounts())
-    except ValueError:
-        # Only where nothing but the shared piece would be left to train on.
-        assert len({one.id for one in samples}) <= 1 + len(samples) * share + 5
+    held = names[first_held(len(names), share * len(names) / len(names)) :]
+    if {one.id for one in samples} == {one.id for one in samples if one.document in held}:
+        with pytest.raises(Refusal, match="every training sample also occurs in a held-out document"):
+            divide(samples, config, PreparationCounts())
         return
+    splits = divide(samples, config, PreparationCounts())
     assert not {one.document for one in splits.train} & {one.document for one in splits.heldout}
     assert not {one.id for one in splits.train} & {one.id for one in splits.heldout}
     for side in (splits.train, splits.heldout):

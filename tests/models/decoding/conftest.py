@@ -1,7 +1,7 @@
 """Tiny random targets whose greedy text varies, and sources that propose for them."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +11,12 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, Llama
 
 from models.decoding.plain import prefill
 from models.drafts.sampling import Sampling
-from models.drafts.trees import Candidates, Growing, Proposals, Tree, TreeShape, grow
+from models.drafts.trees import DynamicTree, Proposals, Tree
 from models.targets.model import TargetModel
 
 sys.path.append(str(Path(__file__).parent))  # test modules import text_by_text from this folder
 
-from text_by_text import TextByText
+from text_by_text import TextByText, grown
 
 VOCABULARY = 61
 
@@ -41,29 +41,23 @@ class CorruptedOracle(TextByText):
     def sample(self, sequence: Tensor, aux: Tensor, lookahead: int, sampling: Sampling) -> Proposals:
         return Proposals(self.propose(sequence, aux, lookahead), None)
 
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
+    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: DynamicTree, sampling: Sampling) -> Tree:
         """Random tokens, among them, at a random rank, the target's own next one unless it is left out by error."""
         text = sequence.tolist()
         for _ in range(shape.depth):
             text.append(self._next(tuple(text)))
-        own = text[len(sequence) :]
 
-        def expand(grown: Growing, nodes: Sequence[int], width: int) -> Candidates:
-            tokens, scores = [], []
-            for node in nodes:
-                path = path_to(grown, node)
-                mixed = (self.seed * 1_000_003 + len(sequence) * 97 + hash(tuple(path)) % 9_973) % 2**31
-                generator = torch.Generator().manual_seed(mixed)
-                drawn = torch.randperm(VOCABULARY, generator=generator)[:width].tolist()
-                if path == own[: len(path)] and torch.rand(1, generator=generator).item() >= self.error_share:
-                    right = own[len(path)]
-                    drawn = [token for token in drawn if token != right][: width - 1]
-                    drawn.insert(int(torch.randint(len(drawn) + 1, (1,), generator=generator)), right)
-                tokens.append(drawn)
-                scores.append(torch.rand(width, generator=generator).log().sort(descending=True).values)
-            return Candidates(torch.tensor(tokens), torch.stack(scores))
+        def scores(path: list[int]) -> Tensor:
+            mixed = (self.seed * 1_000_003 + len(sequence) * 97 + hash(tuple(path)) % 9_973) % 2**31
+            generator = torch.Generator().manual_seed(mixed)
+            drawn = 3 * torch.randn(VOCABULARY, generator=generator)
+            if path == text[: len(path)] and torch.rand(1, generator=generator).item() >= self.error_share:
+                rank = int(torch.randint(shape.topk, (1,), generator=generator))
+                drawn[text[len(path)]] = drawn.topk(shape.topk).values[rank] + 1e-3
+            return drawn
 
-        return grow(shape, expand, sequence.device)
+        every = torch.arange(VOCABULARY)
+        return grown(shape, sequence, lambda texts: torch.stack([scores(path) for path in texts.tolist()]), every)
 
     def _next(self, text: tuple[int, ...]) -> int:
         if text not in self.known:
@@ -79,13 +73,6 @@ class CorruptedOracle(TextByText):
         assert len(aux) == len(tokens) - 1
         rows = range(first, len(aux))
         return torch.stack([self.propose(tokens[: row + 2], aux[: row + 1], lookahead) for row in rows])
-
-
-def path_to(grown: Growing, node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path, node = [grown.tokens[node], *path], grown.parents[node]
-    return path
 
 
 def _loud(model: torch.nn.Module, seed: int) -> None:

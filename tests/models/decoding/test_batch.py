@@ -19,11 +19,11 @@ from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.cache import LEAST
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree
+from models.drafts.trees import DynamicTree, Proposals, Tree
 from models.targets.model import TargetModel
 
 NEVER = frozenset()
-SHAPES = [0, 1, 3, 5, StaticTree.branching([3, 2, 1]), StaticTree.branching([2, 2]), DynamicTree(4, 3, 9)]
+SHAPES = [0, 1, 3, 5, DynamicTree(3, 3, 15), DynamicTree(2, 2, 6), DynamicTree(4, 3, 9)]
 
 
 def ragged(count: int, seed: int = 11) -> list[list[int]]:
@@ -58,7 +58,6 @@ def test_equal_to_plain_decoding_at_every_batch_size(llama, gemma, oracle, kind,
     most=st.integers(1, 14),
     shape=st.one_of(
         st.integers(0, 6),
-        st.lists(st.integers(1, 3), min_size=1, max_size=3).map(StaticTree.branching),
         st.builds(DynamicTree, st.integers(1, 4), st.integers(1, 4), st.integers(1, 12)),
     ),
     eos=st.sets(st.integers(0, 60), max_size=6),
@@ -97,7 +96,7 @@ def test_trees_accept_more_than_chains(llama, oracle):
     source = oracle(target, 0.1, 3)
     accepted = {
         shape: sum(sum(each.counts.accepted) for each in speculate_together(target, source, prompts, shape, 24, NEVER))
-        for shape in (StaticTree.branching([1, 1, 1]), StaticTree.branching([3, 3, 3]))
+        for shape in (DynamicTree(3, 1, 3), DynamicTree(3, 3, 21))
     }
     narrow, wide = accepted.values()
     assert wide > 40
@@ -122,7 +121,7 @@ def test_features_handed_over_are_those_of_the_text(llama, oracle):
 
             return Proposer()
 
-    shape = StaticTree.branching([3, 2])
+    shape = DynamicTree(2, 3, 9)
     for decoded, prompt, heard in zip(
         speculate_together(target, Listening(target, 0.3, 2), prompts, shape, 16, NEVER), prompts, seen, strict=True
     ):
@@ -187,18 +186,12 @@ def test_the_tiny_target(tiny_target, batch):
     prompts = [torch.randint(2, 1024, (length,), generator=generator).tolist() for length in lengths]
     plain = continue_batch(target, prompts, most, ends)
     check = LosslessCheck(target, lambda: target, most, ends)
-    for source, shape in (
-        (PromptLookup(), 4),
-        (SuffixDecoding(), 4),
-        (TokenRecycling(), 4),
-        (TokenRecycling(), StaticTree.branching([4, 2, 1])),
-    ):
-        found = speculate_together(target, source, prompts, shape, most, ends)
+    for source in (PromptLookup(), SuffixDecoding(), TokenRecycling()):
+        found = speculate_together(target, source, prompts, 4, most, ends)
         compared = [check.compare(p, d.tokens, own) for p, d, own in zip(prompts, found, plain, strict=True)]
         assert (total(compared).mismatches, total(compared).ties) == (0, 0)
         assert sum(sum(decoded.counts.accepted) for decoded in found) > batch
-        if isinstance(shape, int):
-            for prompt, decoded in zip(prompts, found, strict=True):
-                (read,) = read_texts(target, [[*prompt, *decoded.tokens]], candidates=8)
-                walked = simulate(source, prompt, decoded.tokens, read.aux, shape, read.likeliest, eos_ids=ends)
-                assert decoded.counts == walked[shape - 1]
+        for prompt, decoded in zip(prompts, found, strict=True):
+            (read,) = read_texts(target, [[*prompt, *decoded.tokens]], candidates=1)
+            walked = simulate(source, prompt, decoded.tokens, read.aux, 4, read.likeliest, eos_ids=ends)
+            assert decoded.counts == walked[-1]

@@ -32,7 +32,6 @@ def costs(
         several_per_text=several[1],
         together=together,
         per_position=position,
-        worst_error=0.0,
     )
 
 
@@ -46,7 +45,6 @@ def test_known_costs_are_recovered(amounts):
     """A knee at a total that was measured: everything is predicted, measured or not."""
     true = costs(*amounts)
     found = fit([StepTime(batch=b, tokens=n, seconds=true.seconds(b, n)) for b, n in GRID])
-    assert found.worst_error < 1e-5
     for batch, tokens in ((3, 4), (24, 6), (64, 3)):
         assert found.seconds(batch, tokens) == pytest.approx(true.seconds(batch, tokens), rel=1e-3)
 
@@ -56,14 +54,6 @@ def test_noise_never_makes_a_cost_negative():
     found = fit([StepTime(batch=b, tokens=1, seconds=s) for b, s in ((1, 1.05), (2, 1.0), (4, 0.98), (8, 1.01))])
     assert min(found.constant, found.per_text, found.per_token, found.per_token_beyond) >= 0
     assert found.seconds(1, 1) == pytest.approx(1.01, rel=0.02)
-    assert 0.01 < found.worst_error < 0.06
-
-
-def test_too_little_is_refused_in_words():
-    with pytest.raises(ValueError, match="at least two"):
-        fit([StepTime(batch=1, tokens=1, seconds=0.1)] * 3)
-    with pytest.raises(ValueError, match="above 0 s"):
-        fit([StepTime(batch=1, tokens=1, seconds=0.1), StepTime(batch=2, tokens=1, seconds=0.0)])
 
 
 def test_goodput_by_hand():

@@ -14,7 +14,7 @@ from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.registry import build_draft
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import DynamicTree, StaticTree
+from models.drafts.trees import DynamicTree
 from models.drafts.vocabulary import DraftVocabulary
 from models.targets.model import TargetModel
 
@@ -26,13 +26,9 @@ DRAFTS = {
     "medusa": {"vocab_size": 40, "heads": 3},
 }
 TRAINING_FREE = {"prompt lookup": PromptLookup, "Token Recycling": TokenRecycling, "suffix decoding": SuffixDecoding}
-TREES = [
-    (name, tree)
-    for name in ("eagle3", "Token Recycling")
-    for tree in (StaticTree.branching([3, 2, 1]), DynamicTree(4, 3, 9))
-]
-WAYS = [*((name, 3) for name in (*DRAFTS, *TRAINING_FREE)), *TREES]
-CASES = [("llama", *way) for way in WAYS] + [("gemma", *way) for way in (("eagle3", 3), TREES[0])]
+TREE = ("eagle3", DynamicTree(4, 3, 9))
+WAYS = [*((name, 3) for name in (*DRAFTS, *TRAINING_FREE)), TREE]
+CASES = [("llama", *way) for way in WAYS] + [("gemma", *way) for way in (("eagle3", 3), TREE)]
 
 
 def make_source(name: str):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from text_by_text import Rows, TextByText
+from text_by_text import Rows, TextByText, grown
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -27,7 +27,7 @@ from models.drafts.base import Draft
 from models.drafts.batched_proposer import ProposalSource
 from models.drafts.registry import build_draft
 from models.drafts.sampling import Sampling
-from models.drafts.trees import DynamicTree, Proposals, StaticTree, Tree, drawn_children, grow, likeliest_children
+from models.drafts.trees import DynamicTree, Proposals, Tree
 from models.drafts.vocabulary import DraftVocabulary
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
@@ -131,63 +131,16 @@ class Disagreeing(TextByText):
 
 
 class Branching(Disagreeing):
-    """Draws siblings without replacement: static trees of one or two levels, `width` children at every place."""
-
-    def propose_tree(self, sequence, aux, shape, sampling):
-        width, place = shape.parents_at(0)[()], (*sequence[-2:].tolist(), shape.depth)
-        found = next(self.waiting.get(place, iter(())), None)
-        if found is None:
-            self.waiting[place] = self.trees(place[:2], shape.depth, width, sampling)
-            found = next(self.waiting[place])
-        tokens, probabilities, parents = found
-        return Tree(Proposals(tokens, probabilities), parents)
-
-    def trees(self, last: tuple[int, int], depth: int, width: int, sampling: Sampling) -> Iterator:
-        """Many trees that grow after the same two tokens, drawn at once."""
-        many = 512
-        here, level = torch.tensor(last).expand(many, 1, 2), [-1]
-        tokens, drawn_from, parents = [], [], []
-        for _ in range(depth):
-            logits = self.logits[here[..., 0], here[..., 1]].flatten(0, 1)
-            found = drawn_children(logits, self.ids, width, VOCABULARY, sampling)
-            drawn = found.tokens.view(many, -1)
-            tokens.append(drawn)
-            drawn_from.append(self.stated(found.drawn_from).reshape(many, -1, VOCABULARY))
-            below = [parent for parent in level for _ in range(width)]
-            level = list(range(len(parents), len(parents) + len(below)))
-            parents += below
-            here = torch.stack([here[..., 1].repeat_interleave(width, dim=1), drawn.clamp(min=0)], dim=-1)
-        columns = (torch.cat(tokens, 1).unbind(), torch.cat(drawn_from, 1).unbind())
-        return ((*each, tuple(parents)) for each in zip(*columns, strict=True))
-
-    def stated(self, drawn_from: Tensor) -> Tensor:
-        return drawn_from
-
-
-class WithoutReplacementUnsaid(Branching):
-    """States for every sibling what the first one was drawn from."""
-
-    def stated(self, drawn_from):
-        return drawn_from[:, :1].expand_as(drawn_from)
-
-
-class LikeliestTrees(Disagreeing):
     """Grows trees of its likeliest tokens; they are known in advance."""
 
     def propose_tree(self, sequence, aux, shape, sampling):
-        last = tuple(sequence[-2:].tolist())
-        if (last, shape) not in self.waiting:
+        place = (*sequence[-2:].tolist(), shape)
+        if place not in self.waiting:
+            self.waiting[place] = self.tree(sequence[-2:], shape, sampling)
+        return self.waiting[place]
 
-            def expand(grown, nodes, width):
-                texts = []
-                for node in nodes:
-                    path = [] if node < 0 else [grown.tokens[node]]  # of one token at most: trees have two levels
-                    texts.append([*last, *path][-2:])
-                before, here = torch.tensor(texts).T
-                return likeliest_children(self.logits[before, here], self.ids, width)
-
-            self.waiting[last, shape] = grow(shape, expand, torch.device("cpu"))
-        return self.waiting[last, shape]
+    def tree(self, last: Tensor, shape: DynamicTree, sampling: Sampling) -> Tree:
+        return grown(shape, last, lambda texts: self.logits[texts[:, -2], texts[:, -1]], self.ids)
 
 
 class Certain(Disagreeing):
@@ -214,8 +167,7 @@ def target(real: TargetModel) -> Remembering:
 
 
 CHAINS = (1, 2)
-TREES = (StaticTree.branching([3]), StaticTree.branching([3, 3]))
-LIKELIEST = (StaticTree.branching([3, 2]), DynamicTree(2, 3, 5))
+TREES = (DynamicTree(2, 3, 9), DynamicTree(2, 3, 5))
 
 
 def draw(target: Remembering, source: ProposalSource, sampling: Sampling, draws: int, lookaheads=CHAINS) -> Tensor:
@@ -276,26 +228,34 @@ def test_three_tokens_follow_the_target(target, rule, draws):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lookaheads", "rule", "draws"),
-    [
-        pytest.param(Branching, TREES, ALL, DRAWS, marks=pytest.mark.long),
-        (Branching, TREES, NUCLEUS, FEWER),
-        (LikeliestTrees, LIKELIEST, ALL, FEWER),
-        pytest.param(LikeliestTrees, LIKELIEST, NUCLEUS, FEWER, marks=pytest.mark.long),
-    ],
+    ("rule", "draws"),
+    [(ALL, FEWER), (NUCLEUS, FEWER), *[pytest.param(rule, DRAWS, marks=pytest.mark.long) for rule in (ALL, NUCLEUS)]],
 )
-def test_trees_follow_the_target(target, kind, lookaheads, rule, draws):
+def test_trees_follow_the_target(target, rule, draws):
     sampling = Sampling(*rule, torch.Generator().manual_seed(1))
-    assert p_value(draw(target, kind(target), sampling, draws, lookaheads), target.law(*rule)) >= REJECTED
+    assert p_value(draw(target, Branching(target), sampling, draws, TREES), target.law(*rule)) >= REJECTED
 
 
-def test_broken_decoders_of_trees_are_rejected(target, monkeypatch):
-    """Siblings that are said to be drawn with replacement; then rejections that leave the target's distribution."""
-    sampling, law = Sampling(*ALL, torch.Generator().manual_seed(1)), target.law(*ALL)
-    assert p_value(draw(target, WithoutReplacementUnsaid(target), sampling, 2 * FEWER, TREES), law) < REJECTED
+def test_a_decoder_of_trees_without_the_residual_distribution_is_rejected(target, monkeypatch):
     monkeypatch.setattr(rejection, "residual", lambda p, q: p)
-    assert p_value(draw(target, Branching(target), sampling, FEWER, TREES), law) < REJECTED
-    assert p_value(draw(target, LikeliestTrees(target), sampling, FEWER, LIKELIEST), law) < REJECTED
+    sampling = Sampling(*ALL, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Branching(target), sampling, FEWER, TREES), target.law(*ALL)) < REJECTED
+
+
+def test_trees_that_are_said_to_be_draws_are_rejected(target):
+    """Their tokens are the likeliest ones, proposed with certainty."""
+
+    class Misstating(Branching):
+        def tree(self, last, shape, sampling):
+            tree = super().tree(last, shape, sampling)
+            tokens, stated = tree.proposals.tokens, torch.zeros(len(tree.parents), VOCABULARY)
+            texts = [[*last.tolist(), *([int(tokens[parent])] if parent >= 0 else [])] for parent in tree.parents]
+            before, here = torch.tensor([text[-2:] for text in texts]).T  # trees have two levels
+            stated[:, self.ids] = sampling.drafted(self.logits[before, here])
+            return Tree(Proposals(tokens, stated), tree.parents)
+
+    sampling = Sampling(*ALL, torch.Generator().manual_seed(1))
+    assert p_value(draw(target, Misstating(target), sampling, FEWER, TREES), target.law(*ALL)) < REJECTED
 
 
 @pytest.mark.parametrize("rule", [ALL, pytest.param(NUCLEUS, marks=pytest.mark.long)])
@@ -382,7 +342,7 @@ def afterwards(survivals: Tensor, seconds: Callable[[int], float]) -> list[int]:
     return [max(range(len(speeds)), key=speeds.__getitem__)]
 
 
-COSTS = FittedCosts(*[CostFit(**dict.fromkeys(TERMS, 0.01), knee=0, worst_error=0)] * 2)
+COSTS = FittedCosts(*[CostFit(**dict.fromkeys(TERMS, 0.01), knee=0)] * 2)
 
 
 @pytest.mark.parametrize("draws", [FEWER, pytest.param(DRAWS, marks=pytest.mark.long)])

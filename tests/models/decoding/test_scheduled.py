@@ -58,9 +58,7 @@ def test_a_chain_ends_where_its_survival_does():
 
 def test_what_several_tokens_cost_at_once_does_not_end_the_search():
     """By the whole cost no first proposal pays, although all seven together do."""
-    jump = CostFit(
-        **dict.fromkeys(TERMS, 0.0) | {"constant": 1.0, "several": 1.0, "per_token": 0.01}, knee=0, worst_error=0
-    )
+    jump = CostFit(**dict.fromkeys(TERMS, 0.0) | {"constant": 1.0, "several": 1.0, "per_token": 0.01}, knee=0)
     survivals = torch.full((1, 7), 0.9).cumprod(-1)
     assert (1 + float(survivals.sum())) / jump.seconds(1, 8) > 1.5 / jump.seconds(1, 1)
     assert admitted(survivals, lambda total: jump.seconds(1, total)) == [0]

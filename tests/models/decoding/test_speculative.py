@@ -13,7 +13,7 @@ from models.decoding.speculative import speculate, speculate_together
 from models.decoding.suffix_decoding import SuffixDecoding
 from models.decoding.token_recycling import TokenRecycling
 from models.drafts.sampling import Sampling
-from models.drafts.trees import NO_PROPOSAL, StaticTree
+from models.drafts.trees import NO_PROPOSAL
 
 NEVER = frozenset()
 
@@ -49,7 +49,7 @@ def test_lossless_and_counts_as_simulated(llama, oracle, *, seed, error_share, l
     (length, most), target, ends = lengths, llama(seed), frozenset(eos)
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     own = continue_greedily(target, prompt, most, ends)
-    (read,) = read_texts(target, [[*prompt, *own]], candidates=8)
+    (read,) = read_texts(target, [[*prompt, *own]], candidates=1)
     for source in (oracle(target, error_share, seed), PromptLookup(), TokenRecycling(), SuffixDecoding()):
         decoded = speculate(target, source, prompt, lookahead, most, ends)
         assert list(decoded.tokens) == own
@@ -171,5 +171,3 @@ def test_what_cannot_be_decoded_is_refused_in_words(llama):
     target = llama(5)
     with pytest.raises(ValueError, match="0 proposes nothing"):
         speculate(target, PromptLookup(), [1], -1, 4, NEVER)
-    with pytest.raises(ValueError, match="chains only"):
-        speculate(target, PromptLookup(), [1], StaticTree.branching([2]), 4, NEVER)

@@ -1,13 +1,26 @@
 """Sources that tests script: an own proposer for each text, with `propose`, `sample` or `propose_tree`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.drafts.batched_proposer import Turn
-from models.drafts.trees import Likeliest, Proposals, Tree
+from models.drafts.growing_trees import GrowingTrees
+from models.drafts.trees import DynamicTree, Proposals, Tree
+
+
+def grown(shape: DynamicTree, text: Tensor, logits: Callable[[Tensor], Tensor], target_ids: Tensor) -> Tree:
+    """A tree after a text `[t]`, by the logits `[w, Vd]` after texts `[w, t + depth]`."""
+    trees, texts = GrowingTrees(1, shape.topk, text.device), text.view(1, 1, -1)
+    for depth in range(shape.depth):
+        if depth:
+            beams = trees.descend()
+            before = texts.take_along_dim(beams.parents.unsqueeze(-1), dim=1)
+            texts = torch.cat([before, beams.tokens.unsqueeze(-1)], dim=-1)
+        trees.add(texts, logits, target_ids)
+    return trees.kept(shape.tokens)[0]
 
 
 class TextByText:
@@ -23,7 +36,7 @@ class TextByText:
 class Rows:
     """The proposers of several texts as one batched proposer."""
 
-    candidates = 0
+    candidates, confidences = 0, None
 
     def __init__(self, proposers: Sequence[Any]):
         self.proposers = list(proposers)
@@ -32,7 +45,7 @@ class Rows:
     def propose(self, turns: Mapping[int, Turn]) -> dict[int, Tree]:
         return {row: self._alone(self.proposers[row], turn) for row, turn in turns.items()}
 
-    def observe(self, row: int, tokens: Tensor, likeliest: Likeliest) -> None:
+    def observe(self, row: int, tokens: Tensor, likeliest: Tensor) -> None:
         raise AssertionError
 
     def only(self, rows: Sequence[int]) -> None:

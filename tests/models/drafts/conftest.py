@@ -7,7 +7,7 @@ from torch import Tensor
 from models.drafts.base import Draft
 from models.drafts.batched_proposer import Turn
 from models.drafts.sampling import GREEDY, Sampling
-from models.drafts.trees import NO_PROPOSAL, Proposals, Tree, TreeShape
+from models.drafts.trees import NO_PROPOSAL, DynamicTree, Proposals, Tree
 
 
 class Alone:
@@ -27,7 +27,7 @@ class Alone:
         rows = None if found.probabilities is None else F.pad(found.probabilities, (0, 0, 0, missing))
         return Proposals(F.pad(found.tokens, (0, missing), value=NO_PROPOSAL), rows)
 
-    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: TreeShape, sampling: Sampling) -> Tree:
+    def propose_tree(self, sequence: Tensor, aux: Tensor, shape: DynamicTree, sampling: Sampling) -> Tree:
         """A tree of proposals."""
         return self.batch.propose({0: Turn(sequence.tolist(), aux, shape, sampling)})[0]
 

@@ -85,16 +85,23 @@ def test_shared_weights_gather_the_gradients_of_all_their_uses() -> None:
 
 
 def test_gradients_of_bfloat16_products_are_summed_in_float32() -> None:
-    """Closer to float64's than autograd's bfloat16 sums."""
-    x = normal(640, 6, dtype=torch.float32)
-    weights = [(0.2 * normal(*size, dtype=torch.float32)).detach().requires_grad_() for size in SIZES]
-    expected = torch.autograd.grad(plain(x.double(), [w.double() for w in weights]).sum(), weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = torch.autograd.grad(layer(x.bfloat16(), weights).sum(), weights)
-        autograds = torch.autograd.grad(plain(x.bfloat16(), weights).sum(), weights)
-    for ours, theirs, wanted in zip(found, autograds, expected, strict=True):
-        assert ours.dtype == torch.float32
-        assert (ours - wanted).norm() < 1.1 * (theirs - wanted).norm()
+    """Products that do not depend on each other: nothing but the sums is rounded, and autograd's are bfloat16."""
+    rows, slopes, gates = torch.randn(3, 128, 20, 6).bfloat16()
+    active = gated(gates, rows)
+    weight = normal(6, 6, dtype=torch.float32)
+    kinds = {
+        "products": (rows, lambda use, shared: products(rows[use], (shared,))[0]),
+        "added": (rows, lambda use, shared: added_product(slopes[use], rows[use], shared)),
+        "gated": (active, lambda use, shared: gated_product(slopes[use], gates[use], rows[use], shared)),
+    }
+    for kind, (taken, product) in kinds.items():
+        with torch.autocast("cpu", torch.bfloat16):
+            shared = SharedWeight(weight)
+            ours = sum((product(use, shared) * slope).sum() for use, slope in enumerate(slopes))
+            theirs = sum((F.linear(x, weight) * slope).sum() for x, slope in zip(taken, slopes, strict=True))
+        exact = sum(slope.double().T @ x.double() for x, slope in zip(taken, slopes, strict=True))
+        found, autograds = (torch.autograd.grad(one, weight)[0] for one in (ours, theirs))
+        assert (found - exact).norm() < 0.5 * (autograds - exact).norm(), kind
 
 
 def test_a_frozen_weight_has_no_gradient() -> None:

@@ -80,7 +80,7 @@ rate = st.floats(0.05, 0.95)
 def costs(constant: float, per_token: float, knee: float = 0.0, beyond: float = 0.0) -> CostFit:
     return CostFit(
         constant=constant, per_text=0.0, per_token=per_token, knee=knee, per_token_beyond=beyond, several=0.0,
-        several_per_text=0.0, together=0.002, per_position=0.0, worst_error=0.0,
+        several_per_text=0.0, together=0.002, per_position=0.0,
     )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def test_a_draft_that_never_pays_is_not_served():
 def test_sglangs_table_of_steps_is_what_our_scheduler_decides_by():
     target = CostFit(
         constant=1.0, per_text=0.02, per_token=0.03, knee=24.0, per_token_beyond=0.05, several=0.4,
-        several_per_text=0.07, together=0.05, per_position=0.011, worst_error=0.0,
+        several_per_text=0.07, together=0.05, per_position=0.011,
     )  # fmt: skip
     fitted = FittedCosts(target, costs(0.3, 0.02))
     told = dspark_costs(measured(goodput_table(fitted, [0.6] * 7, (1, 4, 8), (0, 7))))

@@ -117,6 +117,7 @@ def overfit(make_run, run_to_the_end, start):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(overfit, tmp_path, monkeypatch):
     run, target, text = overfit(*PRUNED)
     monkeypatch.setenv("SGLANG_PLATFORM", "draftsmith_test_cpu")
@@ -128,6 +129,7 @@ def test_an_overfit_draft_is_accepted_nearly_always_and_its_export_is_complete(o
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("draft", [DFLASH, DFLASH2, DOMINO, DSPARK], ids=["dflash", "dflash2", "domino", "dspark"])
 def test_an_overfit_block_draft_is_accepted_nearly_always(overfit, tmp_path, monkeypatch, draft):
     run, target, text = overfit(draft, "training.samples_per_step=2", f"benchmark.lookahead={LOOKAHEAD}")

@@ -27,6 +27,6 @@ GIB = 2**30
 def test_every_leased_gpu_holds_a_copy_or_a_part_of_one(
     settings: list[str], gpus: list[int], parallel: tuple[int | None, int], in_flight: int
 ) -> None:
-    copies = copies_on(load_recipe(QWEN, settings), gpus)
-    assert (copies.settings.tensor_parallel, copies.settings.data_parallel) == parallel
-    assert copies.in_flight == in_flight
+    served, requests = copies_on(load_recipe(QWEN, settings), gpus)
+    assert (served.tensor_parallel, served.data_parallel) == parallel
+    assert requests == in_flight

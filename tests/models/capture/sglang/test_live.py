@@ -54,18 +54,19 @@ def user_request(rid: str = "a", prompt: int = 10, **changes: Any) -> FakeReques
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> LiveServerConfig:
-    return LiveServerConfig(address="http://127.0.0.1:1", socket=tmp_path / "live.sock")
+def place(path_in_memory: Path) -> LiveServerConfig:
+    """In a folder with a short name: a socket's path has 100 bytes at most."""
+    return LiveServerConfig(address="http://127.0.0.1:1", socket=path_in_memory / "live.sock")
 
 
 @pytest.fixture
-def live(place: LiveServerConfig) -> Iterator[Live[Recorder]]:
+def live(place: LiveServerConfig) -> Iterator[Live]:
     live = Live(place.socket, Recorder)
     yield live
     live.close()
 
 
-def test_finished_requests_reach_the_generator_once(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_finished_requests_reach_the_generator_once(live: Live, place: LiveServerConfig) -> None:
     live.offer(user_request("before anybody listens"))
     tap = Tap(place, wanted())
     running = user_request("b", ended=False)
@@ -103,9 +104,7 @@ def test_the_ranks_of_a_server_are_one_to_the_generator(place: LiveServerConfig)
         assert tap.take().text is None
 
 
-def test_whoever_waits_for_a_text_is_told_that_the_connection_is_closed(
-    live: Live[Recorder], place: LiveServerConfig
-) -> None:
+def test_whoever_waits_for_a_text_is_told_that_the_connection_is_closed(live: Live, place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     assert tap.take().text is None
     tap.close()
@@ -129,7 +128,7 @@ def test_a_server_of_which_a_rank_does_not_listen_yet_is_waited_for(place: LiveS
         tap.close()
 
 
-def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_texts_are_cut_and_the_oldest_forgotten(live: Live, place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     for index in range(QUEUED + 3):
         live.offer(user_request(str(index), LONGEST - 2, output_ids=[index, 1, 2, 3]))
@@ -140,9 +139,7 @@ def test_texts_are_cut_and_the_oldest_forgotten(live: Live[Recorder], place: Liv
     tap.close()
 
 
-def test_what_a_verification_step_adds_after_the_end_is_not_learned(
-    live: Live[Recorder], place: LiveServerConfig
-) -> None:
+def test_what_a_verification_step_adds_after_the_end_is_not_learned(live: Live, place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     live.offer(user_request("a", 10, output_ids=[20, 21, 22, 2, 55, 56], finished_len=4))
     taken = tap.take()
@@ -186,7 +183,7 @@ def test_a_server_that_is_always_busy_is_learned_from_too(place: LiveServerConfi
     assert any(one.text is not None for one in taken)
 
 
-def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_only_the_run_has_its_requests_captured(live: Live, place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     assert live.attachment is not None
     key = live.attachment.capture.key
@@ -196,7 +193,7 @@ def test_only_the_run_has_its_requests_captured(live: Live[Recorder], place: Liv
     tap.close()
 
 
-def test_everything_is_forgotten_when_the_generator_goes(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_everything_is_forgotten_when_the_generator_goes(live: Live, place: LiveServerConfig) -> None:
     first = Tap(place, wanted())
     assert live.attachment is not None
     recorder, password = live.attachment.capture, first.password
@@ -209,7 +206,7 @@ def test_everything_is_forgotten_when_the_generator_goes(live: Live[Recorder], p
     second.close()
 
 
-def test_a_second_run_is_told_to_wait(live: Live[Recorder], place: LiveServerConfig, monkeypatch: Any) -> None:
+def test_a_second_run_is_told_to_wait(live: Live, place: LiveServerConfig, monkeypatch: Any) -> None:
     monkeypatch.setattr("models.capture.sglang.tap.REPLY_S", 0.2)
     first = Tap(place, wanted())
     with pytest.raises(Refusal, match="another run learns from it"):
@@ -226,7 +223,7 @@ def test_a_server_that_cannot_be_learned_from_says_why(place: LiveServerConfig) 
 
 @pytest.mark.parametrize("missing", ["a-run", "shm/draftsmith-a-run", ""])
 def test_a_server_in_a_container_that_does_not_see_the_run_says_so(
-    live: Live[Recorder], place: LiveServerConfig, tmp_path: Path, missing: str
+    live: Live, place: LiveServerConfig, tmp_path: Path, missing: str
 ) -> None:
     """It would make places of its own for what it captures, which nobody reads and nobody removes."""
     for name in {"a-run", "shm/draftsmith-a-run"} - {missing}:
@@ -241,7 +238,7 @@ def test_a_server_in_a_container_that_does_not_see_the_run_says_so(
         Tap(place, asked).close()
 
 
-def test_a_server_that_ends_is_noticed_without_asking_it(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_a_server_that_ends_is_noticed_without_asking_it(live: Live, place: LiveServerConfig) -> None:
     tap = Tap(place, wanted())
     live.offer(user_request())
     tap._ranks[0].ask()
@@ -259,7 +256,7 @@ def test_a_server_that_ends_is_noticed_without_asking_it(live: Live[Recorder], p
         tap.check()
 
 
-def test_nonsense_does_not_stop_the_listener(live: Live[Recorder], place: LiveServerConfig) -> None:
+def test_nonsense_does_not_stop_the_listener(live: Live, place: LiveServerConfig) -> None:
     for line in (b"\n", b"{}\n", b"\xff\xfe\n", json.dumps([1]).encode() + b"\n"):
         with connect(place.socket, 10.0) as connection:
             connection.sendall(line)
@@ -304,8 +301,8 @@ def test_another_program_at_the_socket(place: LiveServerConfig) -> None:
     listener.close()
 
 
-def test_sockets_belong_to_their_owner(tmp_path: Path) -> None:
-    path = tmp_path / "live.sock"
+def test_sockets_belong_to_their_owner(path_in_memory: Path) -> None:
+    path = path_in_memory / "live.sock"
     listener = listen(path)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(Refusal, match="another process listens"):
@@ -313,9 +310,9 @@ def test_sockets_belong_to_their_owner(tmp_path: Path) -> None:
     listener.close()
     listen(path).close()  # of a dead process
     with pytest.raises(Refusal, match="in a folder of this user"):
-        listen(tmp_path / "missing" / "live.sock")
+        listen(path_in_memory / "missing" / "live.sock")
     with pytest.raises(Refusal, match="too long"):
-        listen(tmp_path / ("x" * 100))
+        listen(path_in_memory / ("x" * 100))
     assert isinstance(listener, socket.socket)
 
 

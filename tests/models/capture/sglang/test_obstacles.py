@@ -48,11 +48,11 @@ def wanted(run: Path) -> Attach:
 
 
 @pytest.fixture
-def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def attach(tmp_path: Path, path_in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Starts a server that listens for runs, and attaches one."""
 
     def attach(scheduler: Any, **parallel: int) -> None:
-        socket = tmp_path / "live.sock"
+        socket = path_in_memory / "live.sock"  # a short path
         (tmp_path / f"draftsmith-{tmp_path.name}").mkdir()
         monkeypatch.setattr(plugin, "_LIVE", [])
         monkeypatch.setattr(plugin, "live_socket", lambda: socket)

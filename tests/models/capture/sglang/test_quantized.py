@@ -60,6 +60,7 @@ def export(run: PreparedRun, folder: Path, precision: CapturePrecision) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_target_in_fp8_is_captured_and_counted_as_it_is_served(
     sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],

@@ -139,6 +139,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     return bool(condition())
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "faults",
     [

@@ -129,6 +129,7 @@ def mimo_target(request: pytest.FixtureRequest, tiny_target: TargetRecord) -> Ta
     return prepare_target(TargetConfig(name=str(write_mimo(Path(tiny_target.path), folder)), aux_layer_ids=()))
 
 
+@pytest.mark.timeout(1800)
 def test_gemma_once(
     sglang_run: Callable[..., PreparedRun],
     engine_of: Callable[..., SGLangEngine],

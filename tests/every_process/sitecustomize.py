@@ -1,0 +1,18 @@
+"""Python reads this first in every process of the tests (`PYTHONPATH=tests/every_process`).
+
+What a process imports stays, and with torch it is half a million objects: searched for garbage as often as usual, they
+cost a tenth of each start, of which the tests have hundreds. A process that leases a GPU which does not exist computes
+on the CPU. A module of `models` forks from a process that has its imports; see keeper.py.
+"""
+
+import gc
+import os
+import sys
+
+gc.set_threshold(100_000, 20, 20)
+if os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("GPU-fake"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if os.environ.get("DRAFTSMITH_TEST_KEEPER") and sys.orig_argv[1:2] == ["-m"]:
+    import keeper
+
+    keeper.ask_for(sys.orig_argv[2:])
