@@ -53,6 +53,8 @@ quickstart: $(VENV)/.ready
 
 # Our own code is compiled once too: the tests start hundreds of processes. They wait for these a fifth of the time, so
 # three groups of tests at a time keep two cores busy.
+# Processes with torch or SGLang fork from one that has imported it (tests/every_process, tests/sglang_cpu); with
+# DRAFTSMITH_TEST_SPAWN=1 each starts as a user's does.
 PYTEST := $(BIN)/python -m compileall -q flows tasks models infra && $(BIN)/python -m pytest -n 3 --no-loadscope-reorder
 
 test: $(VENV)/.ready $(SGLANG)/.test-ready

@@ -11,16 +11,12 @@ import codecs
 import gc
 import locale
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from flows.prefect_server import check_prefect
 from infra.refusal import Refusal
-
-VITAL = re.compile(r"(prefect|fastapi|sqlalchemy|lightning|torch)\b(?!-)")
-"""Requirements whose other versions break Prefect's server, or a run."""
 
 if TYPE_CHECKING:
     from models.config.recipe import RunConfig
@@ -69,7 +65,7 @@ def _ready_for_flows() -> Iterator[None]:
     from infra.servers.local import prefect_api
     from infra.settings import reach_loopback_directly, use_heartbeats
 
-    _refuse_other_versions()
+    _refuse_clashes()
     _refuse_other_encodings()
     use_heartbeats()
     reach_loopback_directly()
@@ -93,13 +89,13 @@ def _never_searched_for_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _refuse_other_versions() -> None:
+def _refuse_clashes() -> None:
     """Versions that are known to break a run break it here, with the remedy."""
-    from infra.doctor.software import INSTALL, declared, installed, requirements
+    from infra.doctor.software import clashes, installed
 
-    finding = requirements(installed(), [one for one in declared() if VITAL.match(one)])
-    if finding.verdict == "problem":
-        raise Refusal(f"the installed packages do not fit: {finding.found}. Mend it with: {INSTALL}")
+    for finding in clashes(installed()):
+        if finding.verdict == "problem":
+            raise Refusal(f"{finding.found}. Mend it with: {finding.remedy}")
 
 
 def _refuse_other_encodings() -> None:

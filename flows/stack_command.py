@@ -263,6 +263,10 @@ def kept_ports(folder: Path, prefect: int | None, mlflow: int | None) -> tuple[i
     if file.is_file():
         kept = StackPorts.read(file)
         prefect, mlflow = prefect or _kept("Prefect", kept.prefect), mlflow or _kept("MLflow", kept.mlflow)
+    if prefect and prefect == mlflow:
+        raise Refusal(
+            f"Prefect and MLflow cannot both have port {prefect}: give another one by --prefect-port or --mlflow-port"
+        )
     ports = StackPorts(
         prefect=_port("Prefect", prefect, PREFECT_PORT, taken), mlflow=_port("MLflow", mlflow, MLFLOW_PORT, taken)
     )

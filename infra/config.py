@@ -19,6 +19,15 @@ def _number_fields(schema: dict[str, Any]) -> None:
         field["position"] = position
 
 
+def left_out(*names: str) -> Any:
+    """A validator that drops fields which earlier versions wrote, into records that are kept, and this one has not."""
+
+    def known(data: Any) -> Any:
+        return {name: value for name, value in data.items() if name not in names} if isinstance(data, dict) else data
+
+    return model_validator(mode="before")(known)
+
+
 class StrictConfig(BaseModel):
     """Base of every section: frozen, no unknown settings, no NaN or infinity, no control characters."""
 

@@ -45,6 +45,11 @@ def tracking_uri() -> str:
     return f"sqlite:///{runs_folder() / 'mlflow.db'}"
 
 
+def registry_uri() -> str | None:
+    """The registry that MLflow's own functions would use, by $MLFLOW_REGISTRY_URI; ours is the tracking server's."""
+    return os.environ.get("MLFLOW_REGISTRY_URI") or None
+
+
 @contextmanager
 def tracking_variable_kept() -> Iterator[None]:
     """MLflow writes an address that it is given to $MLFLOW_TRACKING_URI, where the next run of this process that names

@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     atexit.register(gc.freeze)
     read_first()
     if config.getoption("numprocesses", None) and not os.environ.get("DRAFTSMITH_TEST_SPAWN"):
-        atexit.register(start_keeper().communicate)
+        start_keeper()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -414,8 +414,8 @@ def test_versions_that_clash(tmp_path: Path) -> None:
     clash.mkdir(parents=True)
     (clash / "METADATA").write_text("Metadata-Version: 2.1\nName: fastapi\nVersion: 0.200.0\n")
     said = draftsmith(tmp_path, "retrain", str(TINY), PYTHONPATH=str(tmp_path / "site"))
-    assert "the installed packages do not fit: fastapi 0.200.0 instead of" in said
-    assert "Mend it with: pip install --editable '.[quickstart]'" in said
+    assert "fastapi 0.200.0: Prefect's server dies at import" in said
+    assert "Mend it with: pip install 'fastapi" in said
 
 
 def test_a_run_that_is_no_recipes(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def test_a_twin_has_its_surroundings_and_its_end(program: Program, tmp_path: Pat
 
 
 def test_signals_reach_the_twin(program: Program) -> None:
-    handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); signal.pause()"
-    process = program(handler)
+    handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True)"
+    process = program(f"import time; {handler}\nwhile True: time.sleep(0.1)")  # `pause` may begin after the signal
     assert process.stdout
     while process.stdout.readline() != "ready\n":
         assert process.poll() is None
@@ -86,7 +86,7 @@ def test_signals_reach_the_twin(program: Program) -> None:
 
 
 def test_the_twin_of_a_killed_process_dies(program: Program) -> None:
-    process = program("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()")
+    process = program("import time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(0.1)")
     assert process.stdout
     assert process.stdout.readline()
     process.kill()
@@ -96,4 +96,10 @@ def test_the_twin_of_a_killed_process_dies(program: Program) -> None:
 def test_a_process_with_another_variable_works_by_itself(program: Program) -> None:
     process = program("pass", HF_HOME="/elsewhere")
     assert process.communicate(timeout=120)[0].startswith(f"{process.pid} ")
+    assert process.returncode == 0
+
+
+def test_what_a_twin_leaves_is_killed(program: Program) -> None:
+    process = program("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
+    process.communicate(timeout=120)  # ends with the last that holds the pipe
     assert process.returncode == 0

@@ -32,13 +32,15 @@ def checks() -> tuple[Check, ...]:
     return tuple(Check(*row) for row in (
         ("Python", machine.python, "make the environment anew with Python 3.11, 3.12 or 3.13"),
         ("packages", lambda: software.requirements(versions(), software.declared()),
-         software.INSTALL),
+         "pip install --editable '.[quickstart]' in the project's folder"),
+        ("versions", lambda: software.clashes(versions()), "install versions that go together"),
         ("cores", machine.cores, "give the container a whole core at least (`--cpus`, resources.limits.cpu)"),
         ("memory", machine.memory, "close what you do not need: the quickstart needs 2 GiB, 4 are comfortable"),
         ("open files", machine.open_files, "`ulimit -n 1024`, or as many as the hard limit allows"),
         ("shared memory", lambda: machine.shared_memory(shared),
          "runs then keep their objects in the run folder, which is slower: give a container more (`--shm-size=2g`), "
          "delete what fills it, set DRAFTSMITH_SHM to a tmpfs of yours, or lower transport.budget_mib"),
+        ("run folders in memory", lambda: machine.leftovers(shared), "nothing to do: the next run removes them"),
         ("run folder", lambda: machine.run_folder(runs), larger_disk.format("DRAFTSMITH_RUNS")),
         ("file locks", lambda: machine.file_locks(runs),
          "ownership of runs rests on these locks: set DRAFTSMITH_RUNS to a local disk of yours; synchronise the clocks "
@@ -62,6 +64,8 @@ def checks() -> tuple[Check, ...]:
         ("locked memory", devices.locked_memory,
          "`ulimit -l unlimited` (limits.conf: memlock; systemd: LimitMEMLOCK; Docker: --ulimit memlock=-1)"),
         ("GPUDirect", devices.gpudirect, "`modprobe nvidia-peermem` lets samples arrive in the GPU's own memory"),
+        ("engine transformers", lambda: software.version_of("transformers", versions()),
+         "pip install 'transformers>=5.23,<6'"),
         ("engine SGLang", lambda: software.sglang(settings.sglang_environment()),
          "`make sglang` makes it, with Draftsmith's capture plugin ($DRAFTSMITH_SGLANG names another place); none "
          "needed with generator.engine=transformers"),
@@ -75,6 +79,8 @@ def checks() -> tuple[Check, ...]:
         ("MLflow", lambda: network.mlflow(settings.tracking_uri()),
          "unset MLFLOW_TRACKING_URI (runs are then kept in a SQLite file), or set it to sqlite:////absolute/path.db or "
          "to the address of a server that runs"),
+        ("MLflow registry", lambda: network.mlflow_registry(settings.registry_uri(), settings.tracking_uri()),
+         "one server keeps runs and versions: look for drafts there, and unset the variable"),
         ("Hugging Face Hub", network.hub, "unset HF_HUB_OFFLINE to download a target; the quickstart needs none"),
     ))  # fmt: skip
 

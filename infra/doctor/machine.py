@@ -1,6 +1,7 @@
 """Probes of interpreter, cores, memory, limits, and of the folders that runs live in.
 
-`root` stands for `/`: `/proc` and `/sys` are read below it. Nothing is left behind: probes are temporary files.
+`root` stands for `/`: `/proc` and `/sys` are read below it. Nothing is left behind: probes are temporary files, and a
+dead run's folder is reported, never removed.
 """
 
 import fcntl
@@ -81,6 +82,20 @@ def shared_memory(folder: Path, budget_mib: int = LEAST_BUDGET >> 20) -> Finding
     return judge(found, problem=not writable or (not small and room.free < budget), note=small)
 
 
+def leftovers(folder: Path) -> Finding:
+    """Folders in shared memory whose owner is gone."""
+    paths = [
+        path for path in sorted(folder.glob("draftsmith-*")) if path.is_dir() and path.stat().st_uid == os.getuid()
+    ]
+    dead = [path for path in paths if not _is_locked(path / "lock")]
+    found = f"{len(paths) - len(dead)} in use, {len(dead)} left over by dead runs"
+    if dead:
+        size = sum(file.stat().st_size for path in dead for file in path.rglob("*") if file.is_file())
+        names = ", ".join(path.name for path in dead[:3]) + (f" and {len(dead) - 3} more" if len(dead) > 3 else "")
+        found += f" ({byte_size(size)}): {names}"
+    return judge(found, note=bool(dead))
+
+
 def run_folder(folder: Path, mounts: Path = Path("/proc/mounts")) -> Finding:
     """Room and file system of the folder that runs are written to."""
     try:
@@ -122,6 +137,8 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _is_locked(lock: Path) -> bool:
+    if not lock.is_file():
+        return False
     with lock.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -31,6 +31,13 @@ def mlflow(uri: str) -> Finding:
     )
 
 
+def mlflow_registry(uri: str | None, tracking: str) -> Finding | list[Finding]:
+    """A registry of its own, which MLflow's own functions would use."""
+    if uri in (None, tracking):
+        return []
+    return judge(f"$MLFLOW_REGISTRY_URI names {public(uri)}, drafts are registered in {public(tracking)}", note=True)
+
+
 def _server(url: str) -> Finding:
     why = trouble(f"{url.rstrip('/')}/health", ANSWER_S)
     return judge(f"{public(url)}: {why}" if why else f"{public(url)} answers", problem=bool(why))

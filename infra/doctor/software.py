@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from infra.doctor.finding import Finding, judge
@@ -15,8 +17,35 @@ from infra.transport.mooncake.environment import carries_gpu_memory, check_moonc
 Versions = Mapping[str, str]
 """Normalised distribution name -> installed version."""
 THIS = "draftsmith"
-TESTED_SGLANG = "0.5.23"
-INSTALL = "pip install --editable '.[quickstart]' in the project's folder"
+
+
+class Clash(NamedTuple):
+    """Installed versions that do not work, or not together."""
+
+    packages: Mapping[str, str]
+    """Versions by package; the clash exists if all of them are installed."""
+    is_problem: bool
+    why: str
+    remedy: str
+
+
+CLASHES = (
+    Clash({"lightning": "==2.6.2 || ==2.6.3"}, True, "a malicious upload (GHSA-w37p-236h-pfx3)",
+          "pip install 'lightning>=2.6.4,<2.7', and replace the secrets that this machine held"),
+    Clash({"prefect": "<3.9", "fastapi": ">=0.151"}, True,
+          "Prefect's server dies at import: Body() got an unexpected keyword argument 'min_items'",
+          "pip install 'fastapi>=0.139,<0.151'"),
+    Clash({"prefect": "<3.9", "sqlalchemy": ">=2.1"}, True,
+          "Prefect's scheduler fails in every pass (Can't evaluate bulk DML statement), so that no schedule ever runs",
+          "pip install 'sqlalchemy<2.1'"),
+    Clash({"torch": "<2.13"}, True, "its compiler lacks what training on GPUs sets",
+          "pip install 'torch>=2.13'"),
+    Clash({"sglang": "!=0.5.23"}, False, "Draftsmith's capture is made for the internals of SGLang 0.5.23",
+          "pip install sglang==0.5.23 in SGLang's own environment"),
+    Clash({"sglang": ">=0", "prefect": ">=0"}, False,
+          "SGLang pins a torch of its own and would replace this environment's",
+          "keep it in an environment of its own, .venv-sglang"),
+)  # fmt: skip
 
 
 def installed(folders: list[str] | None = None) -> dict[str, str]:
@@ -26,6 +55,21 @@ def installed(folders: list[str] | None = None) -> dict[str, str]:
     for one in found:
         versions.setdefault(canonicalize_name(one.name), one.version)
     return versions
+
+
+def clashes(versions: Versions) -> list[Finding]:
+    """Versions known to clash: one finding each."""
+    findings = []
+    for clash in CLASHES:
+        if all(_matches(versions.get(name), wanted) for name, wanted in clash.packages.items()):
+            shown = " with ".join(f"{name} {versions[name]}" for name in clash.packages)
+            findings.append(judge(f"{shown}: {clash.why}", problem=clash.is_problem, note=True, remedy=clash.remedy))
+    return findings or [judge("none of those known to clash")]
+
+
+def _matches(version: str | None, wanted: str) -> bool:
+    alternatives = (SpecifierSet(one.strip()) for one in wanted.split("||"))
+    return version is not None and any(one.contains(version, prereleases=True) for one in alternatives)
 
 
 def requirements(versions: Versions, declared: list[str]) -> Finding:
@@ -51,7 +95,13 @@ def declared() -> list[str]:
         raise Refusal("draftsmith itself is not installed in this environment") from error
 
 
-def sglang(environment: Path) -> Finding:
+def version_of(package: str, versions: Versions) -> Finding:
+    """Its installed version."""
+    version = versions.get(package)
+    return judge(version or "not installed", problem=version is None)
+
+
+def sglang(environment: Path) -> Finding | list[Finding]:
     """SGLang in an environment of its own, with Draftsmith's plugin."""
     if not environment.is_dir():
         return judge(f"no environment at {environment}", note=True)
@@ -61,9 +111,7 @@ def sglang(environment: Path) -> Finding:
     found = f"{versions['sglang']} in {environment}"
     if THIS not in versions:
         return judge(f"{found}, without Draftsmith's capture plugin", problem=True)
-    if versions["sglang"] != TESTED_SGLANG:
-        return judge(f"{found}; Draftsmith's capture is made for the internals of {TESTED_SGLANG}", note=True)
-    return judge(found)
+    return [one for one in clashes(versions) if one.verdict != "ok"] or judge(found)
 
 
 def mooncake(root: Path = Path("/")) -> Finding:

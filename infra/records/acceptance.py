@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from infra.config import left_out
 from infra.records.data_path import Record
 from infra.records.goodput import GoodputEvidence, MeasuredGoodput
 
@@ -269,6 +270,7 @@ class SpeedRecord(Record):
 class ServedSpeed(Record):
     """All prompts through a serving engine at one concurrency."""
 
+    _gone = left_out("latency_p50_s", "latency_p95_s")
     concurrency: int
     tokens_per_s: float
 
@@ -317,6 +319,7 @@ class SmokeResult(Record):
 class BenchmarkResult(Record):
     """`benchmark.json`: what a draft is worth on the held-out prompts."""
 
+    _gone = left_out("sampled_reference", "sampled_deviation", "vocabulary_mass")
     conditions: Conditions
     traffic: Literal["greedy", "sampled"]
     """Which of the target's texts the gate judges, and `length` is of."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from infra.config import TransportConfig
+from infra.config import TransportConfig, left_out
 from infra.refusal import Refusal
 
 HELDOUT_LENGTH = "heldout_acceptance_length"
@@ -29,8 +29,8 @@ class Record(BaseModel):
     @classmethod
     def read(cls, path: Path):
         """Read the record back from the JSON file at `path`. Raises Refusal for a damaged one."""
-        try:  # fields that an earlier version wrote are left out: after an upgrade runs go on
-            return cls.model_validate_json(path.read_bytes(), extra="ignore")
+        try:
+            return cls.model_validate_json(path.read_bytes())
         except (IsADirectoryError, PermissionError, ValidationError) as error:  # any other error is the machine's
             why = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
             raise Refusal(
@@ -367,6 +367,7 @@ class MoreData(Record):
 class TrainingResult(Record):
     """What the trainer leaves behind at the end of a run."""
 
+    _gone = left_out("step_s")
     steps: int
     tokens: int
     """Target tokens trained on, over all epochs."""

@@ -3,6 +3,7 @@
 Like `infra.records.acceptance`: numbers only. Goodput is tokens emitted per second (SmartSpec, arXiv 2406.14066).
 """
 
+from infra.config import left_out
 from infra.records.data_path import Record
 
 
@@ -25,6 +26,7 @@ class CostFit(Record):
     per_position is paid by tokens of each text, however many texts there are: a chain is drafted token after token.
     """
 
+    _gone = left_out("worst_error")
     constant: float
     per_text: float
     per_token: float

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from infra.files.folders import make_folder
@@ -149,7 +150,14 @@ def wait_for_answer(
 
 def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None) -> bool:
     """Whether all answer; False when told to stop first. Raises as `wait_for_answer`."""
-    return all(wait_for_answer(one.process, one.name, one.trouble, START_S, stop) for one in servers)
+
+    def trouble_of(server: Server) -> str | None:
+        for one in servers:  # one that has ended ends the wait for the others
+            if failure := one.process.failure(endless=True):
+                raise failure
+        return server.trouble()
+
+    return all(wait_for_answer(one.process, one.name, partial(trouble_of, one), START_S, stop) for one in servers)
 
 
 def _check_prefect_home() -> None:

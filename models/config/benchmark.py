@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens
+from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens, left_out
 
 Lookahead = Annotated[int, Field(ge=1, le=16)]
 RelativeLoss = Annotated[float, Field(ge=0, lt=1)]
@@ -17,6 +17,7 @@ SuiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_le
 class BenchmarkConfig(StrictConfig):
     """Acceptance benchmark."""
 
+    _gone = left_out("sampled_reference_tokens")  # runs, versions and deployments keep whole recipes
     prompts: Prompts = Field(default=48, description="Number of held-out prompts.")
     prompt_tokens: Tokens = Field(default=64, description="Longest prompt, in tokens.")
     max_new_tokens: int = Field(default=64, ge=4, le=2**20, description="Longest continuation, in tokens.")

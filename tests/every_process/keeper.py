@@ -25,13 +25,37 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH", "OMP_", "MKL_", "LD_", "PYTHONPATH", "LC_", "LANG")
+READ_AT_IMPORT = (
+    "HF_",
+    "TRANSFORMERS_",
+    "TORCH",
+    "PYTORCH",
+    "MKL_",
+    "LD_",
+    "LC_",
+    "LANG",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "HOME",
+    "XDG_",
+    "SSL_",
+    "REQUESTS_",
+    "AWS_CA",
+)
+THREADS = "OMP_NUM_THREADS"
 NAMESPACES = ("net", "mnt", "user", "pid", "ipc", "uts")
-LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_DATA)
+LIMITS = (
+    resource.RLIMIT_FSIZE,
+    resource.RLIMIT_NOFILE,
+    resource.RLIMIT_AS,
+    resource.RLIMIT_DATA,
+    resource.RLIMIT_STACK,
+)
 HIGH = 500
 """The keeper's own descriptors are above it, so that a twin has those of its process under the same numbers."""
 F_SETSIG = 10
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def surroundings() -> dict[str, object]:
@@ -53,7 +77,11 @@ def ask_for(arguments: list[str]) -> None:
     if not (place / "ready.json").exists():
         return
     ready = json.loads((place / "ready.json").read_text())
-    if arguments[0] not in ready["modules"] or ready["surroundings"] != json.loads(json.dumps(surroundings())):
+    mine = json.loads(json.dumps(surroundings()))
+    for name, value in ready["set_at_import"].items():  # its starter has imported the same
+        if mine["variables"].get(name) == value:
+            mine["variables"].pop(name)
+    if arguments[0] not in ready["modules"] or ready["surroundings"] != mine:
         return
     if Path("models").exists() and not ROOT.samefile("."):
         return  # another copy of the project
@@ -66,7 +94,11 @@ def ask_for(arguments: list[str]) -> None:
 
 
 def _be_seen(connection: socket.socket, arguments: list[str]) -> None:
-    """Hand over everything, then signals; end as the twin does."""
+    """Hand over everything, then signals; end as the twin does. Returns where the keeper dies first."""
+    if "--parent" in arguments:  # as `die_with_parent`: the twin's is the keeper
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != int(arguments[arguments.index("--parent") + 1]):
+            os._exit(1)
     own = connection.fileno()
     inherited = [number for number in map(int, os.listdir("/proc/self/fd")) if number != own and _is_open(number)]
     given = {
@@ -78,6 +110,7 @@ def _be_seen(connection: socket.socket, arguments: list[str]) -> None:
         "cores": sorted(os.sched_getaffinity(0)),
         "interrupted": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         "nice": os.nice(0),
+        "umask": _umask(),
     }
     twin: list[int] = []
     waiting: list[int] = []
@@ -89,13 +122,22 @@ def _be_seen(connection: socket.socket, arguments: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(twin[0], number)
 
-    for number in HANDED_ON:
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    before = {number: signal.getsignal(number) for number in HANDED_ON}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
             signal.signal(number, hand_on)
-    body = json.dumps(given).encode()
-    socket.send_fds(connection, [len(body).to_bytes(8, "big")], inherited)
-    connection.sendall(body)
-    twin.append(int(connection.recv(16) or 0))
+    body, pid = json.dumps(given).encode(), b""
+    with contextlib.suppress(OSError):
+        socket.send_fds(connection, [len(body).to_bytes(8, "big")], inherited)
+        connection.sendall(body)
+        pid = connection.recv(16)
+    if not pid:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in waiting:
+            os.kill(os.getpid(), number)
+        return
+    twin.append(int(pid))
     for number in waiting:
         hand_on(number, None)
     said = connection.recv(16)  # empty: the keeper has died, and its children with it
@@ -105,6 +147,12 @@ def _be_seen(connection: socket.socket, arguments: list[str]) -> None:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _is_open(number: int) -> bool:
@@ -117,9 +165,10 @@ def _is_open(number: int) -> bool:
 
 def keep(place: Path, modules: list[str]) -> None:
     """Serve until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's
     before, variables = surroundings(), dict(os.environ)
     _import_all(modules)
-    set_at_import = dict(os.environ.items() - variables.items())
+    set_at_import = {name: value for name, value in os.environ.items() if name not in variables}
     listener = socket.socket(socket.AF_UNIX)
     listener = socket.socket(fileno=_high(listener.detach()))
     listener.bind(str(place / "socket"))
@@ -128,8 +177,10 @@ def keep(place: Path, modules: list[str]) -> None:
     read, write = _high(read), _high(write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(write)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's
-    (place / "ready.new").write_text(json.dumps({"modules": modules, "surroundings": before}))
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    (place / "ready.new").write_text(
+        json.dumps({"modules": modules, "surroundings": before, "set_at_import": set_at_import})
+    )
     (place / "ready.new").rename(place / "ready.json")
     asked: dict[int, socket.socket] = {}
     while True:
@@ -146,7 +197,7 @@ def keep(place: Path, modules: list[str]) -> None:
                 asked[pid] = connection
                 continue
             _close([listener.detach(), read, write, *(one.detach() for one in asked.values())])
-            _be_the_twin(connection, set_at_import)
+            _be_the_twin(connection, variables, set_at_import)
             return
 
 
@@ -154,6 +205,7 @@ def _import_all(modules: list[str]) -> None:
     sys.path.insert(0, str(ROOT))
     for name in modules:
         importlib.import_module(name)
+    for name in modules:
         del sys.modules[name]  # each runs as `__main__`
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked"
     gc.collect()
@@ -172,15 +224,21 @@ def _close(numbers: list[int]) -> None:
 
 
 def _tell_ends(asked: dict[int, socket.socket]) -> None:
-    while asked:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        with asked.pop(pid) as connection, contextlib.suppress(OSError):  # whoever asked may be dead
-            connection.sendall(str(status).encode())
+    """Tell processes how their twins ended, and kill what those left, as a supervisor does."""
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            connection = asked.pop(ended[0], None)
+            if connection is not None:
+                with connection, contextlib.suppress(OSError):  # whoever asked may be dead
+                    connection.sendall(str(ended[1]).encode())
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, parent = int(stat.parent.name), int(stat.read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and pid not in asked:
+                os.kill(pid, signal.SIGKILL)
 
 
-def _be_the_twin(connection: socket.socket, set_at_import: dict[str, str]) -> None:
+def _be_the_twin(connection: socket.socket, set_before: dict[str, str], set_at_import: dict[str, str]) -> None:
     """Have the surroundings of the process that asked, die with it, and run its module."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -203,7 +261,10 @@ def _be_the_twin(connection: socket.socket, set_at_import: dict[str, str]) -> No
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([connection], [], [], 0)[0]:
         os.kill(os.getpid(), signal.SIGKILL)
+    os.register_at_fork(after_in_child=connection.close)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives this process is the keeper's to kill
+    os.umask(given["umask"])
     os.environ.clear()
     os.environ.update(set_at_import | given["variables"])
     os.chdir(given["folder"])
@@ -213,6 +274,8 @@ def _be_the_twin(connection: socket.socket, set_at_import: dict[str, str]) -> No
     os.getppid = lambda: given["parent"] if os.getpid() == own else ask_kernel()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
+    if (torch := sys.modules.get("torch")) and given["variables"].get(THREADS) != set_before.get(THREADS):
+        torch.set_num_threads(int(given["variables"].get(THREADS, len(given["cores"]))))
     sys.argv, sys.orig_argv = given["arguments"], [sys.executable, "-m", *given["arguments"]]
     tempfile.tempdir = None
     sys.path[:2] = [given["folder"]]

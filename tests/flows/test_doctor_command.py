@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CHANGING = {"memory", "shared memory", "run folder", "cache folder"}
+CHANGING = {"memory", "shared memory", "run folders in memory", "run folder", "cache folder"}
 """What other tests take and give back between two looks."""
 
 

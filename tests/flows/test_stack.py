@@ -166,6 +166,8 @@ def test_a_stack_keeps_its_ports(tmp_path: Path) -> None:
                 stack_command.kept_ports(tmp_path, None, None)
             assert stack_command.kept_ports(tmp_path, None, other) == (prefect, other)
         assert stack_command.kept_ports(tmp_path, None, None) == (prefect, other)
+        with pytest.raises(Refusal, match=f"cannot both have port {other}"):
+            stack_command.kept_ports(tmp_path, other, None)
 
 
 def test_down_stops_a_stack_that_is_still_starting(

@@ -1,5 +1,6 @@
 """Each check on real folders, sockets and made-up /proc and /sys trees; judgements on given facts."""
 
+import fcntl
 import http.server
 import resource
 import shutil
@@ -157,6 +158,22 @@ def test_free_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float,
     assert machine.disk(tmp_path).verdict == verdict
 
 
+def test_folders_of_dead_runs_are_told_from_those_in_use_and_left_alone(tmp_path: Path) -> None:
+    assert "0 left over" in machine.leftovers(tmp_path).found
+    for name in ("draftsmith-dead", "draftsmith-alive", "somebody-else"):
+        (tmp_path / name / "objects").mkdir(parents=True)
+        (tmp_path / name / "lock").touch()
+    (tmp_path / "draftsmith-unlocked").mkdir()
+    with (tmp_path / "draftsmith-alive" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        finding = machine.leftovers(tmp_path)
+    assert finding.verdict == "note"
+    assert finding.found.startswith("1 in use, 2 left over")
+    assert "draftsmith-dead" in finding.found
+    assert "draftsmith-alive" not in finding.found
+    assert (tmp_path / "draftsmith-dead" / "objects").is_dir()
+
+
 def test_a_run_folder_leaves_nothing_behind_and_need_not_exist(tmp_path: Path) -> None:
     assert machine.file_locks(tmp_path / "not" / "yet").verdict == "ok"
     assert "made by the first run" in machine.run_folder(tmp_path / "not" / "yet").found
@@ -249,6 +266,39 @@ def test_a_device_that_mooncake_does_not_speak_to_is_no_link(tmp_path: Path) -> 
     assert (finding.verdict, finding.remedy) == ("note", devices.OTHER_LAYER)
 
 
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"prefect": "3.8.8", "fastapi": "0.165.0"}, "min_items"),
+        ({"lightning": "2.6.2"}, "GHSA-w37p-236h-pfx3"),
+        ({"lightning": "2.6.3"}, "GHSA-w37p-236h-pfx3"),
+        ({"torch": "2.12.1+cu130"}, "training on GPUs"),
+        ({"sglang": "0.5.22"}, "0.5.23"),
+        ({"sglang": "0.5.23", "prefect": "3.8.8"}, "torch of its own"),
+    ],
+)
+def test_each_known_clash_is_recognised(versions: dict[str, str], said: str) -> None:
+    finding = only(software.clashes(versions))
+    assert finding.verdict != "ok"
+    assert said in finding.found
+    assert all(version in finding.found for version in versions.values())
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [
+        {},
+        {"prefect": "3.8.8", "fastapi": "0.150.0", "lightning": "2.6.6", "torch": "2.13.0+cpu"},
+        {"prefect": "3.9.1", "fastapi": "0.165.0"},
+        {"fastapi": "0.165.0", "lightning": "2.6.4"},
+        {"torch": "2.13.0"},
+        {"sglang": "0.5.23", "torch": "2.13.0"},
+    ],
+)
+def test_versions_that_go_together(versions: dict[str, str]) -> None:
+    assert only(software.clashes(versions)).verdict == "ok"
+
+
 def test_declared_packages() -> None:
     wanted = ["torch>=2.11", "Typing_Extensions", "target; extra == 'quickstart'", "pytest; extra == 'dev'"]
     complete = {"torch": "2.13.0+cpu", "typing-extensions": "4.1", "target": "1"}
@@ -262,6 +312,7 @@ def test_engines_and_an_environment_of_their_own(tmp_path: Path) -> None:
     def sglang() -> Finding:
         return only(software.sglang(tmp_path / "env"))
 
+    assert software.version_of("transformers", {}).verdict == "problem"
     assert sglang().verdict == "note"
     packages = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
     packages.mkdir(parents=True)
@@ -334,6 +385,20 @@ def test_servers_that_answer_and_servers_that_do_not(server: str, monkeypatch: p
 def test_tracking_without_a_server(uri: str, verdict: str) -> None:
     finding = network.mlflow(uri)
     assert finding.verdict == verdict
+    assert "secret" not in finding.found
+
+
+def test_a_registry_of_its_own_is_said_to_stay_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = "http://mlflow:5000"
+    for uri, silent in (("", True), (tracking, True), ("http://me:secret@registry:5000", False)):
+        monkeypatch.setenv("MLFLOW_REGISTRY_URI", uri)
+        found = network.mlflow_registry(settings.registry_uri(), tracking)
+        assert (found == []) == silent
+    finding = only(found)
+    assert (finding.verdict, "registry:5000, drafts are registered in http://mlflow:5000" in finding.found) == (
+        "note",
+        True,
+    )
     assert "secret" not in finding.found
 
 

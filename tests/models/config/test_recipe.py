@@ -1,5 +1,6 @@
 """A run's own configuration: read back, or refused with the file's name and a remedy."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,15 @@ def test_a_damaged_configuration_is_refused(tmp_path: Path, damage: Callable[[by
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(Refusal, match=r"config\.json is damaged: .*backup"):
         read_config(file)
+
+
+def test_a_run_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    recipe = load_recipe(TINY)
+    tree = recipe.model_dump(mode="json")
+    tree["benchmark"]["sampled_reference_tokens"] = 128
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tree))
+    assert read_config(path) == recipe
 
 
 def test_the_form_s_fields_keep_their_order() -> None:
