@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from infra.config import left_out
 from infra.files.atomic import sha256_file, sync_file, sync_folder, write_atomically
 from infra.files.lines import read_objects, write_objects
 from infra.files.run_folder import RunFolder
@@ -48,10 +49,9 @@ class Manifest(Record):
 class DraftDescription(Record):
     """`draft.json` of a checkpoint: what a draft is rebuilt from, besides its weights."""
 
+    _gone = left_out("target_path", "target_revision")
     config: dict[str, Any]
     aux_layer_ids: tuple[int, ...]
-    target_path: str
-    target_revision: str
     target_vocab_size: int
 
 

@@ -176,8 +176,6 @@ class DraftTrainer(Callback):
             checkpoints.DraftDescription(
                 config=run.config.draft.model_dump(),
                 aux_layer_ids=run.config.target.aux_layer_ids,
-                target_path=run.target.path,
-                target_revision=run.target.revision,
                 target_vocab_size=module.draft.vocabulary.target_size,
             ),
         )

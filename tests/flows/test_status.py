@@ -159,7 +159,7 @@ def test_a_folder_with_a_space_in_its_name_is_one_argument(run: RunFolder, tmp_p
     (tmp_path / "old runs").mkdir()
     moved = RunFolder(run.path.rename(tmp_path / "old runs" / run.name))
     assert f"draftsmith retrain --resume '{moved.path}'" in told(moved)
-    assert _how_to_use(tmp_path / "my stack").endswith(f"source '{tmp_path}/my stack/environment'")
+    assert _how_to_use(tmp_path / "my stack").endswith(f". '{tmp_path}/my stack/environment'")
 
 
 def test_a_run_that_failed_says_why_without_its_ledger(run: RunFolder) -> None:

@@ -17,9 +17,7 @@ from models import checkpoint as checkpoints
 from models.checkpoint import CheckpointSaver, on_host
 from models.training.trainer import MACHINE_FAULTS
 
-DESCRIPTION = checkpoints.DraftDescription(
-    config={}, aux_layer_ids=(1,), target_path="target", target_revision="1", target_vocab_size=8
-)
+DESCRIPTION = checkpoints.DraftDescription(config={}, aux_layer_ids=(1,), target_vocab_size=8)
 
 
 @pytest.fixture
