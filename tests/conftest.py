@@ -362,6 +362,12 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
+def without_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that suspend processes, or look into them: they do their own work."""
+    monkeypatch.delenv("DRAFTSMITH_TEST_KEEPER", raising=False)
+
+
+@pytest.fixture
 def kill_tree() -> Callable[[int], None]:
     """SIGKILL for a process and everything below it."""
 

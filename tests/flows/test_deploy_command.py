@@ -147,6 +147,8 @@ def check_pause_and_name(stack: Any, tiny: str, changed: dict[str, Any]) -> None
     assert [flow for flow, one in renamed.items() if not one["paused"]] == ["retrain"]
     named = {one["name"]: one["enabled"] for one in automations(stack, "draft-other")}
     assert named == {"retrain/renamed when draft-other drifts": False}
+    (trigger,) = automations(stack, "draft-other")
+    stack.patch(f"automations/{trigger['id']}", {"enabled": True})
     taken = draftsmith(stack, "deploy", tiny, "name=renamed", "tracking.registered_model=draft-third", refused=True)
     assert "is deployed for draft-other" in taken
     limits = [one["global_concurrency_limit"] for one in (*changed.values(), *other.values())]

@@ -90,7 +90,7 @@ def captured_by(folder: RunFolder) -> set[str]:
 
 @pytest.mark.slow
 def test_a_generator_comes_and_goes_as_the_slow_side_changes(
-    make_run, finished_run, monkeypatch: pytest.MonkeyPatch
+    make_run, finished_run, monkeypatch: pytest.MonkeyPatch, without_twins: None
 ) -> None:
     undisturbed = finished_run(*SMALL)
     folder = make_run("elastic", *SMALL, "generator.max_count=2")

@@ -110,8 +110,8 @@ def ray_cluster(folder: Path, machines: int) -> Iterator[str]:
 
 
 @pytest.fixture
-def breakable_ray(tmp_path: Path) -> Iterator[str]:
-    """A Ray cluster of a test's own, with a machine to spare."""
+def breakable_ray(tmp_path: Path, without_twins: None) -> Iterator[str]:
+    """A Ray cluster of a test's own, with a machine to spare. Its processes may be suspended."""
     with ray_cluster(tmp_path / "ray", MACHINES + 1) as address:
         yield address
 

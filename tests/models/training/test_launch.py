@@ -82,9 +82,8 @@ def attack(address: Address, forged: bytes) -> None:
 
 @pytest.mark.timeout(900)
 def test_ranks_listen_on_loopback_alone_and_execute_nothing_that_they_are_sent(
-    make_run: Callable[..., RunFolder], start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_run: Callable[..., RunFolder], start: Callable[..., Any], tmp_path: Path, without_twins: None
 ) -> None:
-    monkeypatch.delenv("DRAFTSMITH_TEST_KEEPER", raising=False)  # a twin's connections are not its process's
     folder, executed = make_run("two", *SMALL), tmp_path / "executed"
     generator = start("models.capture.generator", folder)
     trainer = start("models.training.launch", folder, ranks=2)
