@@ -23,7 +23,7 @@ class PlanConfig(StrictConfig):
         gt=0,
         le=1_000_000,
         description="Dense peak of one GPU (or CPU core) at the precision in use, in TFLOP/s. Default: of a GPU the "
-        "data sheet's; of a CPU core measured on this machine.",
+        "data sheet's; of a CPU core measured on this machine, all its cores at once.",
     )
     price_per_hour: float | None = Field(
         default=None,
@@ -36,15 +36,15 @@ class PlanConfig(StrictConfig):
         gt=0,
         le=1,
         description="Share of the peak that prefill reaches. Default: 0.43 on GPUs, published for Qwen3-8B on H200 "
-        "(SpecForge); 0.65 on CPUs, measured with Gemma 3 270M.",
+        "(SpecForge); 0.55 on CPUs, between an Intel's 0.47 and an AMD's 0.65, both with Gemma 3 270M.",
     )
     training_share: float | None = Field(
         default=None,
         gt=0,
         le=1,
         description="Share of the peak that draft steps reach in a run. Default: 0.38 on GPUs, published for a draft "
-        "with DFlash's layers on H200 (0.44 for its step alone, SpecForge); 0.7 on CPUs, measured with the "
-        "quickstart's EAGLE-3.",
+        "with DFlash's layers on H200 (0.44 for its step alone, SpecForge); 0.6 on CPUs, "
+        "between an Intel's 0.53 and an AMD's 0.7, both with the quickstart's EAGLE-3.",
     )
     decode_share: float = Field(
         default=0.6,

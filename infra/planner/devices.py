@@ -30,12 +30,12 @@ class Device(Record):
     @property
     def inference_share(self) -> float:
         """Share of the peak that prefill reaches."""
-        return 0.43 if self.is_gpu else 0.65
+        return 0.43 if self.is_gpu else 0.55
 
     @property
     def training_share(self) -> float:
         """Share of the peak that draft steps reach."""
-        return 0.38 if self.is_gpu else 0.7
+        return 0.38 if self.is_gpu else 0.6
 
 
 CPU = "cpu"

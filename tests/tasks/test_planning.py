@@ -79,10 +79,10 @@ def test_a_cores_speed_is_measured_unless_it_is_given() -> None:
     assert job.device.peak == core_rates()
     assert all(1e9 < rate < 1e13 for rate in job.device.peak.values())
     assert f"a core reaches {figure(job.device.peak['float32'] / 1e9)} GFLOP/s in float32" in job.assumptions[0]
-    assert (job.inference_share, job.training_share) == (0.65, 0.7)
+    assert (job.inference_share, job.training_share) == (0.55, 0.6)
     given = plan_recipe(load_recipe(RECIPES / "tiny.yaml", ["plan.peak_tflops=0.2", "plan.training_share=0.1"])).job
     assert given.device.peak["float32"] == 200e9
-    assert (given.inference_share, given.training_share) == (0.65, 0.1)
+    assert (given.inference_share, given.training_share) == (0.55, 0.1)
     assert "measured on this machine" not in "".join(given.assumptions)
 
 
