@@ -7,9 +7,11 @@ import sys
 from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import gguf
+import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -131,8 +133,8 @@ def converted_package(name: str) -> Path:
 def _convert(name: str, aside: Path) -> None:
     file = _gguf_file(name, aside)
     # transformers 5.23.0 reads the file for the configuration, the weights and the tokenizer's type, and each time its
-    # 260,000 strings, which takes 12 s: once is enough, and the type is known.
-    with mock.patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
+    # 260,000 strings: once is enough, and the type is known.
+    with mock.patch.object(gguf, "GGUFReader", functools.cache(_read_gguf)):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             file.parent,
             gguf_file=file.name,
@@ -145,6 +147,16 @@ def _convert(name: str, aside: Path) -> None:
     tokenizer.save_pretrained(aside)
     if file.parent == aside:
         file.unlink()
+
+
+def _read_gguf(file: Path, read: type[gguf.GGUFReader] = gguf.GGUFReader) -> gguf.GGUFReader:
+    """Through a plain array, of which gguf 0.19.0's million slices take 3 s; of a mapped one, 12 s."""
+
+    def mapped(*arguments: Any, memmap: type[np.memmap] = np.memmap, **named: Any) -> np.ndarray:
+        return memmap(*arguments, **named).view(np.ndarray)
+
+    with mock.patch.object(np, "memmap", mapped):
+        return read(file)
 
 
 def _gguf_file(name: str, aside: Path) -> Path:
