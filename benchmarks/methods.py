@@ -149,6 +149,7 @@ def drafts(config: RunConfig, target: TargetRecord) -> dict[str, list[str]]:
     """The overrides that make each method of a recipe for EAGLE-3, of about the same size."""
     eagle = config.draft.model_dump(mode="json")
     shared = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "fc_norm", "vocab_size")
+    shared += ("rope_theta", "rope_scaling")
     dflash = {"method": "dflash", "block_size": 8, "decay_gamma": 4.0} | {name: eagle[name] for name in shared}
     dflash["layer_types"] = ["full_attention"] * 2
     dspark = dflash | {"method": "dspark", "block_size": 7, "markov_rank": 64}

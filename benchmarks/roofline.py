@@ -87,12 +87,12 @@ class Step:
 
 
 SHAPES = {
-    "recipe": Step(),
+    "four": Step(),
     "short": Step(lengths=(550,)),
     "long": Step(lengths=(4096,)),
     "128k": Step(lengths=(131_072,), ttt_steps=4, recompute=True),
 }
-"""A draft of Qwen3-8B: the recipe's micro-batch, one chat, one long sample, and one that needs 80 GB."""
+"""A draft of Qwen3-8B: four samples of 1,500 tokens, one chat, one long sample, and one that needs 80 GB."""
 
 
 def trace_step(step: Step) -> Trace:

@@ -192,8 +192,8 @@ def c_compiler() -> str | None:
 
 
 def permitted_gpus() -> tuple[str, ...]:
-    """The GPUs (UUIDs) that runs on this machine may lease, by $DRAFTSMITH_GPUS; empty: all."""
-    return tuple(gpu for gpu in os.environ.get("DRAFTSMITH_GPUS", "").split(",") if gpu)
+    """The GPUs that runs on this machine may lease, by position or UUID, from $DRAFTSMITH_GPUS; empty: all."""
+    return tuple(filter(None, map(str.strip, os.environ.get("DRAFTSMITH_GPUS", "").split(","))))
 
 
 def ignored_gpu_bytes() -> int | None:

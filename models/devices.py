@@ -33,9 +33,13 @@ def device_with(nbytes: int) -> torch.device:
 
 
 def leased_bytes() -> list[int]:
-    """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's."""
-    names, inventory = leased_gpus(), read_gpus()
-    if not names or inventory is None:
+    """Memory of each GPU of this process, in bytes; the smallest of the machine's where a name is not NVML's.
+
+    Raises Refusal where the driver does not answer.
+    """
+    names = leased_gpus()
+    inventory = read_gpus() if names else None
+    if inventory is None:
         return [0] * len(names)
     known = {gpu.uuid: gpu.total for gpu in inventory.devices}
     return [known.get(name, min(known.values())) for name in names]

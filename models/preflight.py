@@ -204,7 +204,7 @@ def _check_precision(run: RunWithTarget) -> None:
 
 def _inference_gpus(config: RunConfig) -> list[int]:
     """Memory of the GPUs that inference would lease, as far as this machine knows."""
-    inventory = read_gpus() if config.pools.kind == "local" else None
+    inventory = read_gpus() if config.pools.kind == "local" and config.pools.inference_gpus else None
     smallest = min((gpu.total for gpu in inventory.devices), default=0) if inventory else 0
     return [smallest] * config.pools.inference_gpus
 

@@ -5,6 +5,7 @@ set -eu
 [ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
 mkdir -p "$1"
 chmod 700 "$1"
+umask 022
 cd "$1"
 
 random() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }

@@ -126,8 +126,7 @@ def overruled(kept: Settings, fresh: Settings, given: DeployOptions) -> Settings
     """`kept`, but what a given option sets as in `fresh`, whatever was changed in Prefect before."""
     schedules, parameters = dict(kept["schedules"]), dict(kept["parameters"])
     if "cron" in given.model_fields_set and RETRAIN in fresh["schedules"]:
-        new = fresh["schedules"][RETRAIN]
-        schedules[RETRAIN] = new | {"active": schedules.get(RETRAIN, new)["active"]}
+        schedules[RETRAIN] = fresh["schedules"][RETRAIN]
     if "paused" in given.model_fields_set:
         for slug in {RETRAIN, WATCH} & schedules.keys() & fresh["schedules"].keys():
             schedules[slug] = schedules[slug] | {"active": fresh["schedules"][slug]["active"]}

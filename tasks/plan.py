@@ -44,14 +44,15 @@ SAMPLES = 100_000
 
 
 def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: SamplesRecord | None = None) -> Plan:
-    """The plan of a recipe; of a run, with its target's and samples' own figures.
+    """The plan of a recipe; of a run, with its target's and samples' own figures in place of those that are assumed.
 
     Raises:
         Refusal: the target's shape is not to be found out, with the remedy.
     """
-    shape = config.plan.target or (
-        read_target_shape(Path(target.path) / "config.json") if target else read_shape(config.target)
-    )
+    if target:
+        shape = read_target_shape(Path(target.path) / "config.json")
+    else:
+        shape = config.plan.target or read_shape(config.target)
     plan = make_plan(_job(config, shape, samples))
     mode, why = choose_sharing(config.pools, config.plan.gpus or len(LocalPools().gpus), plan)
     changes: dict[str, object] = {"sharing": mode, "sharing_why": why}
@@ -70,14 +71,29 @@ def checked_plan(config: RunConfig) -> Plan:
     plan = plan_recipe(config)
     target = plan.job.target
     check_layers(config.target.aux_layer_ids, target.num_layers)
-    if config.plan.target is None:
-        check_division(config, read_settings(config.target))
+    _check_copies(config)
     size = config.draft.vocabulary_size(target.vocab_size)
     if size > target.vocab_size:
         raise Refusal(f"draft.vocab_size {size} exceeds the target's vocabulary: set it to at most {target.vocab_size}")
     if obstacles := refusals(plan):
         raise Refusal("this recipe cannot run:\n" + "\n".join(f"  {obstacle}" for obstacle in obstacles))
     return plan
+
+
+def _check_copies(config: RunConfig) -> None:
+    """Raise Refusal where the GPUs of a copy do not divide the target.
+
+    plan.target has no heads. Where it stands for a `config.json` that cannot be read, preflight checks them.
+    """
+    if config.own_engine != "sglang" or (config.plan.target and config.gpus_per_copy == 1):
+        return  # which divides every target
+    try:
+        settings = read_settings(config.target)
+    except Refusal:
+        if config.plan.target is None:
+            raise
+    else:
+        check_division(config, settings)
 
 
 def check_gpus(config: RunConfig) -> None:

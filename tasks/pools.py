@@ -36,8 +36,8 @@ PROMPT_S = 1.0
 def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
     """A pool per role, all at once; given back at the end with everything on them stopped.
 
-    Roles that share devices (pools.sharing) get the same pool. Waits in a queue for GPUs that other runs hold. Raises
-    Refusal for what can never fit.
+    Roles that share devices (pools.sharing) get pools of the same ones. Waits in a queue for GPUs that other runs hold.
+    Raises Refusal for what can never fit.
     """
     settings = run.config.pools
     provider, wait_s = pool_provider(settings), 3600 * settings.wait_hours
@@ -49,8 +49,11 @@ def lease(run: OpenRun, *roles: Role) -> Iterator[Sequence[Pool]]:
         patient = acquire_pools.with_options(retries=int(wait_s / (LOOK_AGAIN_S + provider.look_s)))
         try:
             pools = patient(provider, specs, run.owner)
-            with holding(run.folder, {spec.role: spec.gpus for spec in specs}):
-                yield [*pools] * (len(roles) // len(pools))
+            with (
+                holding(run.folder, {spec.role: spec.gpus for spec in specs}),
+                pools_of_roles(pools, _specs(run, roles)) as by_role,
+            ):
+                yield by_role
         finally:
             with released_or_warned(warn):
                 provider.release(run.owner.name)
@@ -69,9 +72,30 @@ def lease_both(run: OpenRun) -> Iterator[tuple[Pool, Pool]]:
 
 def leased_specs(run: OpenRun, roles: Sequence[Role]) -> list[PoolSpec]:
     """What is leased for these roles: one for all of them, the largest, where they share devices."""
-    specs = [spec for spec in pool_specs(run.config.pools, run.config.generator.count) if spec.role in roles]
+    specs = _specs(run, roles)
     shared = len(roles) > 1 and read_sharing(run.folder).mode != "apart"
     return [max(specs, key=lambda spec: spec.gpus)] if shared else specs
+
+
+def _specs(run: OpenRun, roles: Sequence[Role]) -> list[PoolSpec]:
+    return [spec for spec in pool_specs(run.config.pools, run.config.generator.count) if spec.role in roles]
+
+
+@contextmanager
+def pools_of_roles(pools: Sequence[Pool], specs: Sequence[PoolSpec]) -> Iterator[Sequence[Pool]]:
+    """A pool per spec. Where there is one pool for all of them, each gets as many of its GPUs as it wants.
+
+    SGLang divides its target among all GPUs that it sees, and the plan is for those of its own role.
+    """
+    if len(pools) == len(specs):
+        yield pools
+        return
+    (shared,) = pools
+    with ExitStack() as stack:
+        parts = [LocalPool(shared.owner, shared.gpus[: spec.gpus]) for spec in specs]
+        for part in parts:
+            stack.callback(part.stop)
+        yield parts
 
 
 def single_pools(run: OpenRun) -> SinglePools:

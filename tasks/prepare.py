@@ -205,14 +205,17 @@ def decide_sharing(
 def _budget(
     config: RunConfig, folder: RunFolder, plan: Plan | None, mode: SharingMode, epoch_bytes: int, flight_bytes: int
 ) -> tuple[int, bool]:
-    """Bytes, and whether they lie in the run folder. A resumed run keeps both, or has room for more generators."""
+    """Bytes, and whether they lie in the run folder.
+
+    A resumed run keeps both, or gets room for more generators, or for rounds; the ledger's budget never shrinks.
+    """
     transport, kept = config.transport, Sharing.read(folder.sharing) if folder.sharing.is_file() else None
     if mode == "alternate":
-        if kept:
+        if kept and kept.mode == mode:
             return kept.budget_bytes, kept.on_disk
         checkpoints = kept_checkpoints(config, plan) if plan else 0
         round_size = round_bytes(transport, folder.path, epoch_bytes, checkpoints, flight_bytes)
-        return max(1, round_size), transport.kind not in IN_MEMORY
+        return max(1, round_size, kept.budget_bytes if kept else 0), transport.kind not in IN_MEMORY
     on_disk = kept is not None and kept.on_disk
     if kept and (transport.budget_mib is not None or kept.budget_bytes >= flight_bytes):
         budget = kept.budget_bytes

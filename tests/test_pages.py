@@ -37,7 +37,7 @@ def test_settings_of_a_page_are_valid(block: str) -> None:
 def beside_tiny(shown: dict[str, Any]) -> dict[str, Any]:
     """A recipe with these settings, whose target is on this machine."""
     tiny = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
-    target = {"source": "tiny"} | shown.get("target", {}) | {"name": tiny["target"]["name"]}
+    target = shown.get("target", {}) | {name: tiny["target"][name] for name in ("source", "name")}
     data = {"source": "conversations.jsonl"} | shown.get("data", {})
     tree = {key: tiny[key] for key in ("name", "draft")} | shown | {"target": tiny["target"] | target, "data": data}
     if tree["draft"]["method"] == "mtp":  # the page's target has such a layer

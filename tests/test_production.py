@@ -15,6 +15,8 @@ import pytest
 import yaml
 from prefect.workers.process import ProcessJobConfiguration
 
+from infra.files.locks import SHARED_FOLDER
+from infra.pools.local import LOCKS
 from infra.servers.local import MLFLOW, PREFECT
 from infra.servers.stack import WORK_POOLS, WORKER
 from models.config.recipe import load_recipe
@@ -22,6 +24,7 @@ from models.config.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 KIT = ROOT / "production"
 COMPOSE = yaml.safe_load((KIT / "compose.yaml").read_text())
+WITH_GPUS = yaml.safe_load((KIT / "compose.gpu.yaml").read_text())
 MANIFESTS = [
     manifest
     for file in sorted((KIT / "kubernetes").glob("*.yaml"))
@@ -41,6 +44,12 @@ def pods() -> dict[str, dict[str, Any]]:
     return found | {f"Ray/{number}": group["template"]["spec"] for number, group in enumerate(groups)}
 
 
+def job_pod() -> dict[str, Any]:
+    """Specification of the pod in which a worker starts a flow."""
+    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
+    return template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+
+
 def variables(container: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container.get("env", ())}
 
@@ -52,6 +61,45 @@ def test_servers_have_the_settings_of_our_own(server: str, settings: dict[str, s
     for name, value in settings.items():
         assert in_compose[name] == value, name
         assert in_pod[name] == value, name
+
+
+def test_mlflow_starts_with_the_schema_of_its_version() -> None:
+    """In a pod before the server's probes begin: they would end an upgrade that takes minutes."""
+    schema = ["python", "-m", "infra.servers.mlflow_schema"]
+    shell, option, script = COMPOSE["services"]["mlflow"]["command"]
+    assert [shell, option] == ["sh", "-ec"]
+    first, then = map(shlex.split, script.strip().splitlines())
+    assert first == schema
+    pod = pods()["Deployment/mlflow"]
+    (server,), (before,) = pod["containers"], pod["initContainers"]
+    assert then == ["exec", *server["args"]]
+    assert before["args"] == schema
+    assert {name: before[name] for name in ("env", "volumeMounts")} == {
+        name: server[name] for name in ("env", "volumeMounts")
+    }
+
+
+def test_both_workers_have_the_gpus() -> None:
+    """Flows of both decode on GPUs, and find in one folder and one queue which GPUs are in use."""
+    worker, recovery = WITH_GPUS["services"]["worker"], WITH_GPUS["services"]["recovery"]
+    assert recovery == worker
+    assert worker["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    (mount,) = worker["volumes"]
+    volume, folder = mount.split(":")
+    assert volume in WITH_GPUS["volumes"]
+    assert Path(folder) == LOCKS
+    # A new volume takes over owner and mode of the image's folder; without one it would be root's.
+    assert f"--owner=draftsmith --mode={SHARED_FOLDER:o} {LOCKS}" in (KIT / "Containerfile").read_text()
+
+
+def test_what_machines_share_lies_in_the_volume_that_all_mount() -> None:
+    text = (KIT / "Containerfile").read_text()
+    for name in ("DRAFTSMITH_RUNS", "DRAFTSMITH_CACHE", "HF_HOME"):
+        assert re.findall(rf"\b{name}=(/data/\S+)", text), name
+    flows = ("Deployment/workers", "Ray/0", "Ray/1")
+    for pod in (*(pods()[name] for name in flows), job_pod()):
+        assert all("/data" in [mount["mountPath"] for mount in one["volumeMounts"]] for one in pod["containers"])
+    assert all(COMPOSE["services"][name]["volumes"] == ["work:/data"] for name in ("worker", "recovery"))
 
 
 def test_every_work_pool_has_a_worker() -> None:
@@ -66,8 +114,8 @@ def test_every_work_pool_has_a_worker() -> None:
 
 def test_nothing_listens_beyond_this_machine() -> None:
     ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
-    assert ports
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+    # With these three a follower beside the servers reads the registry and the artifacts, and emits events.
+    assert sorted(ports) == [f"127.0.0.1:{port}:{port}" for port in (4200, 5000, 8333)]
     assert not any(one["kind"] == "Ingress" or one["spec"].get("type") for one in MANIFESTS if "spec" in one)
 
 
@@ -75,9 +123,7 @@ def test_no_pod_runs_as_root_or_may_become_it() -> None:
     for name, pod in pods().items():
         assert pod["securityContext"]["runAsNonRoot"], name
         assert pod["securityContext"]["runAsUser"] == 1000, name
-    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
-    flow = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
-    assert flow["securityContext"]["runAsNonRoot"]
+    assert job_pod()["securityContext"]["runAsNonRoot"]
     assert "USER 1000" in (KIT / "Containerfile").read_text()
 
 
@@ -86,16 +132,14 @@ def test_secrets_do_not_cover_where_kubernetes_puts_its_own() -> None:
 
     Where one mount's path lies inside another's, Kubernetes makes the mount point itself.
     """
-    template = json.loads((KIT / "kubernetes" / "work-pool.json").read_text())
-    flow = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
     mounts = [
         mount["mountPath"]
-        for pod in (*pods().values(), flow)
-        for container in pod["containers"]
+        for pod in (*pods().values(), job_pod())
+        for container in (*pod["containers"], *pod.get("initContainers", ()))
         for mount in container["volumeMounts"]
         if mount["name"] == "secrets"
     ]
-    assert len(mounts) == 8
+    assert len(mounts) == 9
     assert {*mounts} == {"/var/run/secrets"}
 
 
@@ -113,11 +157,13 @@ def test_the_image_has_what_kuberay_asks_of_it() -> None:
 def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     made, seen = tmp_path / "secrets", []
     for _ in range(2):
-        subprocess.run(["sh", KIT / "new-secrets.sh", made], check=True, capture_output=True, timeout=30)
+        command = ["sh", KIT / "new-secrets.sh", made]
+        subprocess.run(command, check=True, capture_output=True, timeout=30, umask=0o077)
         seen.append({file.name: file.read_text() for file in made.iterdir()})
     found = seen[0]
     assert seen[1] == found
     assert made.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in made.iterdir()} == {0o644}, "containers read as another user"
     assert {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()} == set(found)
     assert found["PREFECT_SERVER_API_AUTH_STRING"] == found["PREFECT_API_AUTH_STRING"]
     assert found["POSTGRES_PASSWORD"] in found["MLFLOW_BACKEND_STORE_URI"]
@@ -148,6 +194,21 @@ def test_files_of_secrets_become_variables(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "SECRETS": str(tmp_path)}
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=30)
     assert done.stdout == "with space and 'quotes' $HOME|second|an argument\n"
+
+
+def test_a_secret_that_cannot_be_read_ends_the_container(tmp_path: Path) -> None:
+    """Empty, a server's credential would let everybody in. Root may read every file, so reading fails here at cat."""
+    (tmp_path / "cat").write_text("#!/bin/sh\necho Permission denied >&2\nexit 1\n")
+    (tmp_path / "cat").chmod(0o755)
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "PREFECT_SERVER_API_AUTH_STRING").write_text("draftsmith:word")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SECRETS": str(secrets)}
+    command = ["sh", KIT / "entrypoint.sh", "echo", "started"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"{secrets}/PREFECT_SERVER_API_AUTH_STRING cannot be read by user" in done.stderr
+    assert "chmod" in done.stderr
 
 
 def test_a_container_without_secrets_starts(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_the_trace_counts_the_arithmetic_of_the_step(roofline) -> None:
 
 def test_the_recipes_step_reaches_half_of_the_peak(roofline) -> None:
     """Qwen3-8B's draft, vocabulary 32K, TTT 7, 4 x 1,500 tokens, predicted for one H100."""
-    step = roofline.SHAPES["recipe"]
+    step = roofline.SHAPES["four"]
     found = roofline.report(step, roofline.trace_step(step))
     assert found["predicted_mfu"] >= 0.5
     assert found["predicted_ms_by_kind"]["element-wise"] <= 70

@@ -15,6 +15,7 @@ from sysconfig import get_path
 from infra.doctor.finding import Finding, judge
 from infra.doctor.software import installed
 from infra.pools.gpus import Gpus
+from infra.processes.process import EXCEPTION
 from infra.quantities import plural
 from infra.settings import c_compiler, cuda_home
 from infra.sglang.toolkit import own_toolkit
@@ -29,10 +30,12 @@ import torch
 count = torch.cuda.device_count()
 assert count, "torch sees no GPU"
 for index in range(count):
+    print(index, flush=True)
     assert float(torch.ones(4, device=f"cuda:{index}").sum()) == 4.0
 print(count)
 """
-"""Imports torch in a process of its own, since nothing of it is needed here."""
+"""Imports torch in a process of its own, since nothing of it is needed here. Prints each GPU's index before it is used,
+and their number at the end."""
 
 
 def version_file() -> Path | None:
@@ -87,17 +90,21 @@ def capabilities(inventory: Gpus | None, file: Path | None) -> list[Finding]:
 
 
 def torch_works(inventory: Gpus | None, python: Path = Path(sys.executable)) -> Finding | list[Finding]:
-    """Whether the torch of an environment computes on the GPUs that a run may lease."""
+    """Whether the torch of an environment computes on all GPUs that it sees; the first one that fails is named."""
     if inventory is None or not inventory.gpus:
         return []
     try:
         done = subprocess.run([str(python), "-c", USE], capture_output=True, text=True, timeout=USE_S, check=False)
     except subprocess.TimeoutExpired:
         return judge(f"no answer from a GPU within {USE_S:g} s", problem=True)
+    tried = done.stdout.split()
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return judge(f"torch cannot compute on them: {said}", problem=True)
-    return judge(f"torch computes on {plural(int(done.stdout.split()[-1]), 'GPU')}")
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        # Errors of CUDA end with advice for programmers.
+        cause = next(filter(EXCEPTION.match, said), said[-1])
+        where = f"cuda:{tried[-1]}" if tried else "them"
+        return judge(f"torch cannot compute on {where}: {cause}", problem=True)
+    return judge(f"torch computes on {plural(int(tried[-1]), 'GPU')}")
 
 
 def kernel_builds(inventory: Gpus | None, root: Path = Path("/")) -> Finding | list[Finding]:

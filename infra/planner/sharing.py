@@ -25,12 +25,15 @@ def choose_sharing(pools: PoolsConfig, gpus: int, plan: Plan | None) -> tuple[Sh
         return pools.sharing, "the recipe's choice (pools.sharing)"
     if not is_short:
         return "apart", f"{plural(wanted, 'GPU')} for two pools" if wanted else "no GPUs to share"
+    there = f"{plural(gpus, 'GPU')} for {inference} + {training}"
+    if gpus > most:
+        there += f" ({gpus - most} of them stay idle; for two pools lower pools.inference_gpus or pools.training_gpus)"
     if plan is None:
-        return "alternate", f"{plural(gpus, 'GPU')} for {inference} + {training}, and the target's shape is unknown"
+        return "alternate", f"{there}, and the target's shape is unknown"
     job = plan.job.model_copy(update={"sharing": "share"})
     left = memory_left(job, plan.memory)
     both = (
-        f"{plural(gpus, 'GPU')} for {inference} + {training}; together a generator ({byte_size(job.generator_bytes)}) "
+        f"{there}; together a generator ({byte_size(job.generator_bytes)}) "
         f"and a trainer rank ({byte_size(plan.memory.total)})"
     )
     if left >= 0:

@@ -4,16 +4,19 @@ Where there is no driver there are no GPUs. Raises pynvml.NVMLError for what a d
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 
 from infra.network.rdma import nearest_devices, numa_node
+from infra.processes.control_groups import memory
 from infra.quantities import byte_size
+from infra.refusal import Refusal
 from infra.settings import ignored_gpu_bytes, visible_devices
 
 UNSEEN_BYTES = 2**30
@@ -67,8 +70,8 @@ class Gpus:
     driver: str
     cuda: int
     """Highest CUDA major version that the driver supports."""
-    lost: tuple[int, ...] = ()
-    """Positions of GPUs that do not answer, among all in PCI order."""
+    lost: Mapping[int, str] = field(default_factory=dict)
+    """What NVML says of GPUs that do not answer, by their positions among all in PCI order."""
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
@@ -76,13 +79,9 @@ class Gpus:
         return tuple(device for gpu in self.gpus for device in gpu.slices or (gpu,))
 
 
-LOST = (pynvml.NVMLError_GpuIsLost, pynvml.NVMLError_Unknown)  # pyright: ignore[reportAttributeAccessIssue]
-"""What NVML says of one GPU that has fallen off the bus. The others still work."""
-
-
 @contextmanager
 def _nvml() -> Iterator[list[Any]]:
-    """Handles of all GPUs that this process may use, in the order of their PCI addresses; None for a lost one.
+    """Handles of all GPUs that this process may use, in the order of their PCI addresses; errors in place of lost ones.
 
     Raises pynvml.NVMLError without a working driver, and where all GPUs are lost.
     """
@@ -99,22 +98,30 @@ def _nvml() -> Iterator[list[Any]]:
 
 
 def _handle(index: int) -> Any:
-    """None for a GPU that is lost, which takes its place so that the positions of the others stay."""
+    """A GPU's handle, or the error of one that cannot be used because it fell off the bus or needs a reset, say.
+
+    The error takes the handle's place, so that the positions of the others stay.
+    """
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        pynvml.nvmlDeviceGetUUID(handle)  # some drivers hand out the handle of a GPU that answers nothing more
+        # Some drivers hand out the handle of a GPU that answers nothing more.
+        pynvml.nvmlDeviceGetUUID(handle)
+        for device in _slices(handle) or [handle]:
+            _memory(device)
         return handle
-    except LOST:
-        return None
+    except pynvml.NVMLError_NoPermission:  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+    except pynvml.NVMLError as error:
+        return error
 
 
 def _working(answers: Sequence[Any]) -> list[Any]:
-    return [answer for answer in answers if answer is not None]
+    return [answer for answer in answers if not isinstance(answer, pynvml.NVMLError)]
 
 
 def _refuse_none_left(answers: Sequence[Any]) -> None:
     if answers and not _working(answers):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        raise answers[0]
 
 
 def visible_gpus() -> tuple[str, ...]:
@@ -122,13 +129,35 @@ def visible_gpus() -> tuple[str, ...]:
     names = visible_devices()
     try:
         with _nvml() as handles:
-            if names is None:
-                devices = [device for handle in _working(handles) for device in _slices(handle) or [handle]]
-            else:
-                devices = _resolve(names, handles)
-            return tuple(str(pynvml.nvmlDeviceGetUUID(device)) for device in devices)
+            return _leasable(_working(handles) if names is None else _resolve(names, handles))
     except pynvml.NVMLError:
         return ()
+
+
+def named_gpus(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """UUIDs of the GPUs and MIG slices that each name, one as in $CUDA_VISIBLE_DEVICES, permits to lease.
+
+    Empty for a name that belongs to no device, or to several. A name stands for itself without a working driver, and
+    where it may be that of a lost GPU; one that may be that of a GPU hidden from this process is left out.
+    """
+    try:
+        with _nvml() as handles:
+            is_hidden = len(handles) < pynvml.nvmlDeviceGetCount()
+            is_lost = len(handles) > len(_working(handles))
+            leasable = {name: _leasable(_resolve([name], handles)) for name in names}
+    except pynvml.NVMLError:
+        return {name: (name,) for name in names}
+    return {name: gpus or ((name,) if is_lost else ()) for name, gpus in leasable.items() if gpus or not is_hidden}
+
+
+def _leasable(devices: Sequence[Any]) -> tuple[str, ...]:
+    """UUIDs of devices, each once; those of its slices in place of a GPU that MIG divides."""
+    uuids = dict[str, None]()
+    for device in devices:
+        uuid = str(pynvml.nvmlDeviceGetUUID(device))
+        slices = [] if uuid.startswith("MIG-") else _slices(device)
+        uuids |= dict.fromkeys([str(pynvml.nvmlDeviceGetUUID(one)) for one in slices] or [uuid])
+    return tuple(uuids)
 
 
 def named_by_position(names: Sequence[str]) -> dict[str, str]:
@@ -191,55 +220,59 @@ def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
 
 def _slices(handle: Any) -> list[Any]:
     """Handles of a GPU's MIG devices; empty where MIG is off."""
-    try:
-        if pynvml.nvmlDeviceGetMigMode(handle)[0] != pynvml.NVML_DEVICE_MIG_ENABLE:
-            return []
-    except (pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
-        return []
     slices = []
+    if not _has_mig(handle):
+        return slices
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         with suppress(pynvml.NVMLError_NotFound):  # pyright: ignore[reportAttributeAccessIssue]
             slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
     return slices
 
 
+def _has_mig(handle: Any) -> bool:
+    with suppress(pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
+        return pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    return False
+
+
 def read_gpus(root: Path = Path("/")) -> Gpus | None:
-    """The inventory; None without a driver. Raises pynvml.NVMLError where no GPU answers."""
+    """The inventory; None without a driver. Raises Refusal where the driver or no GPU answers."""
     try:
         with _nvml() as handles:
             driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
             found = [_read_unless_lost(handle, handles, root) for handle in handles]
             _refuse_none_left(found)
-            lost = tuple(position for position, gpu in enumerate(found) if gpu is None)
+            lost = {place: str(gpu) for place, gpu in enumerate(found) if isinstance(gpu, pynvml.NVMLError)}
             return Gpus(tuple(_working(found)), str(driver), int(cuda), lost)
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):  # pyright: ignore[reportAttributeAccessIssue]
         return None
+    except pynvml.NVMLError as error:
+        raise Refusal(
+            f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them; after an upgrade of "
+            "NVIDIA's driver restart the machine"
+        ) from error
 
 
-def _read_unless_lost(handle: Any, handles: Sequence[Any], root: Path) -> Gpu | None:
+def _read_unless_lost(handle: Any, handles: Sequence[Any], root: Path) -> Gpu | pynvml.NVMLError:
     try:
-        return None if handle is None else _read_gpu(handle, handles, root)
-    except LOST:
-        return None
+        return handle if isinstance(handle, pynvml.NVMLError) else _read_gpu(handle, handles, root)
+    except pynvml.NVMLError as error:
+        return error
 
 
 def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
     """A GPU with its slices, or a MIG slice, which has no `handles` to be linked to."""
-    memory, pci = _memory(handle), _pci(handle)
+    pci = _pci(handle)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(_whole(handle))
-    try:
-        mig = bool(handles) and pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
-    except pynvml.NVMLError_NotSupported:  # pyright: ignore[reportAttributeAccessIssue]
-        mig = False
-    try:
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):  # pyright: ignore[reportAttributeAccessIssue]
-        processes = []
+    mig = bool(handles) and _has_mig(handle)
+    slices = tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ()))
+    # Only root may read the memory of a whole GPU that MIG divides.
+    memories = slices or (_memory(handle),)
     return Gpu(
         name=str(pynvml.nvmlDeviceGetName(handle)),
-        total=int(memory.total),
-        free=int(memory.free),
-        others=tuple((int(one.pid), int(one.usedGpuMemory or 0)) for one in processes if one.pid != os.getpid()),
+        total=sum(int(one.total) for one in memories),
+        free=sum(int(one.free) for one in memories),
+        others=tuple((pid, held) for pid, held in _processes(handle) if pid != os.getpid()),
         mig=mig,
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
         numa=numa_node(root / "sys/bus/pci/devices" / pci).replace("-1", ""),
@@ -247,25 +280,38 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         links=tuple(
             place
             for place, other in enumerate(handles)
-            if other is not None and other is not handle and _has_link(handle, other)
+            if other is not handle and not isinstance(other, pynvml.NVMLError) and _has_link(handle, other)
         ),
-        reserved=int(getattr(memory, "reserved", 0)),
+        reserved=sum(int(getattr(one, "reserved", 0)) for one in memories),
         capability=(int(major), int(minor)),
-        slices=tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ())),
+        slices=slices,
     )
 
 
+def _processes(handle: Any) -> list[tuple[int, int]]:
+    """(process id, bytes held) of processes that compute on a device; 0 bytes where the driver does not say."""
+    with suppress(pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission):  # pyright: ignore[reportAttributeAccessIssue]
+        running = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        return [(int(one.pid), int(one.usedGpuMemory or 0)) for one in running]
+    return []
+
+
 def _memory(handle: Any) -> Any:
-    """Memory by the call that tells what the driver reserves from what processes hold; the old one counts both."""
-    try:
+    """Memory by the call that tells what the driver reserves from what processes hold; the old one counts both.
+
+    That of the machine where the GPU has none of its own, as in a DGX Spark.
+    """
+    with suppress(pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
+    with suppress(pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
         return pynvml.nvmlDeviceGetMemoryInfo(handle)  # drivers before 510, and MIG slices of some
+    held = sum(size for _, size in _processes(handle))
+    return SimpleNamespace(total=memory(), free=max(0, memory() - held))
 
 
 def _has_link(one: Any, other: Any) -> bool:
     """Whether two GPUs reach each other by NVLink."""
-    with suppress(pynvml.NVMLError_NotSupported, *LOST):  # pyright: ignore[reportAttributeAccessIssue]
+    with suppress(pynvml.NVMLError):
         status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         return status == pynvml.NVML_P2P_STATUS_OK
     return False

@@ -7,14 +7,12 @@ is left alone: it is neither free nor ours to wait for quietly.
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-
-from pynvml import NVMLError
 
 from infra.files.locks import LockHeldError, hold
 from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
-from infra.pools.gpus import read_gpus, visible_gpus
+from infra.pools.gpus import named_gpus, read_gpus, visible_gpus
 from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -35,7 +33,9 @@ class LocalPool(Pool):
     def _place(self, command: Sequence[str], processes: int, index: int | None) -> LocalCommand:
         gpus = self.gpus
         if gpus and index is not None:
-            gpus = gpus[index::processes] or (gpus[index % len(gpus)],)
+            # Neighbours in PCI order are often those that NVLink bridges join, or that share a NUMA node.
+            first, after = (len(gpus) * place // processes for place in (index, index + 1))
+            gpus = gpus[first : max(first + 1, after)]
         return LocalCommand(command, max(1, cores() // self._sharing // processes), gpus)
 
 
@@ -50,12 +50,15 @@ class LocalPools:
         self._held: dict[str, ExitStack] = {}
 
     def check(self, specs: Sequence[PoolSpec]) -> None:
-        """Raises Refusal for more GPUs than this machine has."""
-        if sum(spec.gpus for spec in specs) > len(self.gpus):
+        """Raises Refusal for more GPUs than this machine has, and for permitted ones that it does not have."""
+        wanted = sum(spec.gpus for spec in specs)
+        if wanted:
+            _refuse_unknown()
+        if wanted > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise Refusal(
-                f"{in_words(specs)} and this machine has {len(self.gpus)}{_restricted()}: lower {settings}, or run "
-                "where there are more"
+                f"{in_words(specs)} and this machine has {len(self.gpus)}{_restricted()}{_lost()}: lower {settings}, "
+                "or run where there are more"
             )
 
     def acquire(self, specs: Sequence[PoolSpec], owner: Owner) -> tuple[LocalPool, ...]:
@@ -113,15 +116,35 @@ class LocalPools:
 
 def _own_gpus() -> tuple[str, ...]:
     """The GPUs that this process may lease: of its allocation, and permitted."""
-    permitted = permitted_gpus()
-    if not permitted:
+    names = permitted_gpus()
+    if not names:
         return visible_gpus()
+    permitted = tuple(dict.fromkeys(chain.from_iterable(named_gpus(names).values())))
     return permitted if visible_devices() is None else tuple(gpu for gpu in visible_gpus() if gpu in permitted)
 
 
+def _refuse_unknown() -> None:
+    names = permitted_gpus()
+    unknown = [name for name, gpus in named_gpus(names).items() if not gpus] if names else []
+    if unknown:
+        raise Refusal(
+            f"$DRAFTSMITH_GPUS: {', '.join(unknown)} is the name of no GPU of this machine, or of several: write UUIDs "
+            "as `nvidia-smi -L` shows them"
+        )
+
+
 def _restricted() -> str:
-    names = visible_devices()
-    return "" if names is None else f" that $CUDA_VISIBLE_DEVICES={','.join(names)} leaves"
+    """The variables that leave only some of the machine's GPUs."""
+    variables = {"CUDA_VISIBLE_DEVICES": visible_devices(), "DRAFTSMITH_GPUS": permitted_gpus() or None}
+    left = [f"${variable}={','.join(names)}" for variable, names in variables.items() if names is not None]
+    return f" that {' and '.join(left)} leave{'s' if len(left) == 1 else ''}" if left else ""
+
+
+def _lost() -> str:
+    """GPUs that do not answer, which are not among the machine's. Raises Refusal where none answers."""
+    inventory = read_gpus()
+    lost = inventory.lost if inventory else {}
+    return "".join(f"; GPU {place} does not answer ({why})" for place, why in lost.items())
 
 
 def _refuse_several_slices(spec: PoolSpec, gpus: Collection[str]) -> None:
@@ -138,13 +161,12 @@ def _foreign(gpus: Collection[str]) -> dict[str, str]:
 
     Raises Refusal where none answers.
     """
-    try:
-        inventory = read_gpus()
-    except NVMLError as error:
-        raise Refusal(f"this machine's GPUs do not answer ({error}): see what nvidia-smi says of them") from error
+    inventory = read_gpus()
     if inventory is None:
         return {}
-    used = {gpu.uuid: f"is in use by {gpu.held}, stop them" for gpu in inventory.devices if gpu.held}
+    used = {
+        gpu.uuid: f"is in use by {gpu.held}, stop them" for gpu in inventory.devices if gpu.uuid in gpus and gpu.held
+    }
     if not inventory.lost:
         return used
     # NVML does not tell the UUID of a lost GPU; $DRAFTSMITH_GPUS may name it.

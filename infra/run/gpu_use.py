@@ -63,10 +63,11 @@ class _Meter:
             if time.monotonic() - begun >= line_s:
                 self._write(shares, begun)
                 begun, shares = time.monotonic(), []
-        if shares:
-            self._write(shares, begun)
+        self._write(shares, begun)
 
     def _write(self, shares: Sequence[float], begun: float) -> None:
+        if not shares:  # none of the process's GPUs answered
+            return
         gpu_s, busy = len(self._gpus) * (time.monotonic() - begun), sum(shares) / len(shares)
         with self._path.open("a") as file:
             file.write(as_line({"role": self._role, "gpu_s": gpu_s, "busy": busy}))

@@ -1,13 +1,16 @@
 """Settings of the serving follower: the YAML file of `draftsmith serve-follow`."""
 
 import shlex
-from typing import Self
+from typing import Annotated, Self
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, model_validator
 
 from infra.config import Address, Seconds, Share, StrictConfig
 from infra.refusal import Refusal
+
+GpuName = Annotated[int, Field(ge=0, le=4096)] | Annotated[str, Field(pattern=r"^(GPU|MIG)-[0-9A-Za-z/-]+$")]
+"""Position in PCI order, or UUID or its beginning."""
 
 
 class ServerConfig(StrictConfig):
@@ -24,6 +27,12 @@ class ServerConfig(StrictConfig):
         description="In place of `command`, for servers that something else runs (systemd, a container): a command "
         "that starts the server, again if it runs. The draft's arguments are in FOLDER/servers/HOST-PORT.env as "
         "DRAFT_ARGUMENTS.",
+    )
+    gpus: tuple[GpuName, ...] = Field(
+        default=(),
+        description="The server's GPUs on this machine, by position in PCI order or by UUID. `command` gets them as "
+        "CUDA_VISIBLE_DEVICES, and no run leases them while the follower runs. Default: what `command` sees, and "
+        "nothing is kept from runs.",
     )
 
     @model_validator(mode="after")

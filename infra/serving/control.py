@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from infra.files.atomic import write_atomically
+from infra.pools.gpus import named_by_position
 from infra.refusal import Refusal
 from infra.serving.config import FollowConfig, ServerConfig
 from infra.settings import tools_environment
@@ -25,6 +26,8 @@ MARK, COMMAND = "DRAFTSMITH_FOLLOWED", "DRAFTSMITH_FOLLOWED_COMMAND"
 """Variables of a server that is followed: whose it is, and the hash of its whole command line."""
 RESTART_S = 600.0
 METRICS = "--enable-metrics"
+LOG_BYTES = 64 * 2**20
+"""A log that is longer makes way for a new one at the next start."""
 
 
 class OwnServer:
@@ -34,6 +37,7 @@ class OwnServer:
         assert server.command is not None, "the command is checked with the settings"
         self._command, self._mark = shlex.split(server.command), f"{folder} {server.url}"
         self._log = folder / "logs" / f"{server.name}.log"
+        self._gpus = tuple(map(str, server.gpus))
         self._started: list[subprocess.Popen[bytes]] = []
 
     def age(self) -> float | None:
@@ -51,7 +55,7 @@ class OwnServer:
 
     def was_started_with(self, arguments: Sequence[str]) -> bool:
         """Whether what runs was started as the settings and the draft's arguments say now."""
-        wanted = _hash(self._line(arguments))
+        wanted = self._hash(self._line(arguments))
         for process in self._processes():
             with suppress(psutil.Error):
                 if process.environ().get(COMMAND) != wanted:
@@ -67,10 +71,11 @@ class OwnServer:
         line = self._line(arguments)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):
-            self._log.replace(self._log.with_suffix(".previous.log"))
+            if self._log.stat().st_size > LOG_BYTES:
+                self._log.replace(self._log.with_suffix(".previous.log"))
         with self._log.open("ab") as output:
-            marks = {MARK: self._mark, COMMAND: _hash(line)}
-            environment = {**os.environ, **tools_environment(self._command[0]), **marks}
+            marks = {MARK: self._mark, COMMAND: self._hash(line)}
+            environment = {**os.environ, **tools_environment(self._command[0]), **_devices(self._gpus), **marks}
             try:
                 process = subprocess.Popen(
                     line,
@@ -102,6 +107,10 @@ class OwnServer:
                     found.append(process)
         return found
 
+    def _hash(self, line: Sequence[str]) -> str:
+        """Of the command line and the GPUs that go with it."""
+        return hashlib.sha256("\0".join((*self._gpus, *line)).encode()).hexdigest()[:16]
+
     @staticmethod
     def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
         for process in processes:
@@ -109,8 +118,11 @@ class OwnServer:
                 process.send_signal(number)
 
 
-def _hash(line: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join(line).encode()).hexdigest()[:16]
+def _devices(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables that give a process these GPUs, by position where that is known: SGLang reads some as numbers."""
+    if not gpus:
+        return {}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)} | named_by_position(gpus)
 
 
 def _leads(process: psutil.Process) -> bool:

@@ -16,7 +16,8 @@ from infra.serving.comparison import StepGroup
 from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, RestartedServer, ServerControl, control_of
 from infra.serving.failures import ReportFailure, read_failure
-from infra.serving.rollout import Condition, RolloutState, SeenServer, in_words
+from infra.serving.gpu_locks import ServerGpus
+from infra.serving.rollout import Condition, RolloutState, SeenServer, ServerStep, in_words
 from infra.serving.servers import ServerClient, ServerReport, version_of
 from infra.serving.versions import VersionFolder
 
@@ -44,6 +45,7 @@ class Fleet:
         self.urls = [server.url for server in config.servers]
         self.controls: dict[str, ServerControl] = {server.url: control_of(server, config) for server in config.servers}
         self.clients = {url: ServerClient(url) for url in self.urls}
+        self.gpus = ServerGpus(config.servers, say)
         self._failures = dict.fromkeys(self.urls, 0)
         self._due = dict.fromkeys(self.urls, 0.0)
         self._unhealthy: dict[str, float] = {}
@@ -76,7 +78,8 @@ class Fleet:
                 )
 
     def look(self, state: RolloutState) -> list[LookedAt]:
-        """All servers, asked at the same time."""
+        """All servers, asked at the same time, after their GPUs were locked."""
+        self.gpus.take()
         before, self._looked = self._looked, time.monotonic()
         self.watched_s = min(self._looked - before, MOST_POLLS * self._config.poll_s)
         with ThreadPoolExecutor(len(self.urls)) as threads:
@@ -145,7 +148,7 @@ class Fleet:
             self._unusable.pop(url, None)
             if started is not None:
                 self._failures[url], self._due[url] = 0, 0.0
-            return "healthy" if self._down(url) == "down" else "waiting"
+            return "healthy" if self._is_due(url) else "waiting"
         own, age = isinstance(self.controls[url], OwnServer), self.controls[url].age()
         is_new = own or self._asked.get(url, start) != start
         if not is_new and age is not None and age <= self._config.start_timeout_s:
@@ -202,28 +205,38 @@ class Fleet:
         return self._down(url)
 
     def _others_change(self, url: str, state: RolloutState) -> bool:
-        """Whether another server is being stopped or started. One that cannot be followed, or does not start, may stay
-        so for ever."""
-        stuck = {url, *self._unusable, *(other for other, failures in self._failures.items() if failures)}
+        """Whether another server is being stopped or started. One that cannot be followed, does not start, or waits for
+        its GPU may stay so for ever."""
+        waits = (other for other in self.urls if self._failures[other] or not self.gpus.can_start(other))
+        stuck = {url, *self._unusable, *waits}
         return bool({*self._told, *state.started, *state.stopped} - stuck)
 
     def _down(self, url: str) -> Condition:
-        return "down" if time.monotonic() >= self._due[url] else "waiting"
+        return "down" if self._is_due(url) and self.gpus.can_start(url) else "waiting"
+
+    def _is_due(self, url: str) -> bool:
+        return time.monotonic() >= self._due[url]
 
     def failed(self, url: str) -> None:
         """A start has failed: the next one waits longer."""
         self._due[url] = time.monotonic() + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
         self._failures[url] += 1
 
-    def start(self, url: str, arguments: Sequence[str], version: int) -> bool:
-        """Start a server, or have it restarted; False where the command for that fails."""
-        self._say(f"{url} starts with {in_words(version)}")
+    def start(self, step: ServerStep, arguments: Sequence[str]) -> bool:
+        """Start a server, or have it restarted; False where it may be as it was: its program is missing, or the command
+        fails that was to replace it."""
+        url = step.url
+        self._say(f"{url} starts with {in_words(step.version)}")
         self._told.pop(url, None)
         self._asked[url] = self._starts.get(url, "")
         try:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
+            self.failed(url)
+            return step.kind == "start"
+        except Refusal as refusal:  # the others are followed all the same
+            self._say(f"{url}: {refusal}")
             self.failed(url)
             return False
         return True

@@ -320,7 +320,7 @@ class Follower:
         seen = [self._as_started(look.seen, version, look.report) for look, version in zip(looks, wanted, strict=True)]
         for step in next_steps(seen, wanted, self._config.healthy_others):
             if step.kind == "stop":
-                if self._swap(step, looks):
+                if self._swap(step, looks) or not self._fleet.gpus.can_start(step.url):
                     continue
                 self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
                 self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: time.time()}}))
@@ -330,9 +330,7 @@ class Follower:
             started = {**self.state.started, step.url: step.version}
             swapping = tuple(url for url in self.state.swapping if url != step.url)
             self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
-            arguments = self._arguments(step.version)
-            if not self._fleet.start(step.url, arguments, step.version) and step.kind == "stop":
-                # It may run on as it was.
+            if not self._fleet.start(step, self._arguments(step.version)):
                 self._keep(self.state.model_copy(update={"started": without(started, step.url)}))
         pairs = zip(seen, wanted, strict=True)
         done = all(one.condition == "healthy" and one.version == version for one, version in pairs)

@@ -208,9 +208,9 @@ def main() -> None:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
         generator.check_canaries()
-        if arguments.index == 0:
-            write_atomically(run.folder.precision, engine.precision())
-            make_heldout(run, engine)
+        # Every generator leaves both before its first capture: the device of another may be broken.
+        write_atomically(run.folder.precision, engine.precision())
+        make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)
         print(f"generator {arguments.index} ready after {time.monotonic() - started:.1f} s: canary passed", flush=True)
         published = generator.run()

@@ -1,19 +1,21 @@
 """The held-out texts of a run: the target's continuations of a few held-out prompts, with its hidden states.
 
-The first generator makes them once per run; the trainer simulates acceptance on them.
+One generator makes them, once per run; the trainer simulates acceptance on them.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from infra.files.atomic import sync_file
+from infra.files.atomic import write_atomically
+from infra.files.locks import LockHeldError, hold
 from models.capture.engine import CaptureEngine, Continued
 from models.data.media import Prompt
 from models.data.prompts import heldout_prompts, seen_prompts
@@ -27,18 +29,25 @@ def wanted(run: PreparedRun) -> bool:
 
 
 def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
-    """Continue the prompts and write the texts, unless the run already has them.
+    """Continue the prompts and write the texts, unless the run already has them or another generator makes them now.
 
     Texts are at most as long as the longest sample, for which engines are configured.
     """
-    if not wanted(run) or read_heldout(run.folder.heldout) is not None:
+    if not wanted(run):
         return
+    path = run.folder.heldout
+    with suppress(LockHeldError), hold(path.with_name(f".{path.name}.lock")):
+        if read_heldout(path) is None:
+            write_heldout(path, _continue(run, engine))
+
+
+def _continue(run: PreparedRun, engine: CaptureEngine) -> list[Continued]:
     settings, longest = run.config.benchmark, run.samples.longest
     samples, most = run.open_samples("heldout"), run.config.training.heldout_prompts
     prompts = [Prompt(tuple(prompt)) for prompt in heldout_prompts(samples, settings) if len(prompt) + 2 <= longest]
     prompts = prompts[:most] + seen_prompts(samples, most, longest)
     room = longest - max((len(prompt.tokens) for prompt in prompts), default=0)
-    write_heldout(run.folder.heldout, engine.continue_greedily(prompts, min(settings.max_new_tokens, room)))
+    return engine.continue_greedily(prompts, min(settings.max_new_tokens, room))
 
 
 def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
@@ -48,10 +57,7 @@ def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
         named = {"embedded": text.embedded, "places": text.places}
         tensors |= {f"{name}.{index}": rows.contiguous() for name, rows in named.items() if rows is not None}
     tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
-    aside = path.with_name(f".{path.name}.part")
-    save_file(tensors, aside, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
-    sync_file(aside)
-    aside.rename(path)
+    write_atomically(path, save(tensors, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)}))
 
 
 def read_heldout(path: Path) -> list[Continued] | None:

@@ -7,7 +7,9 @@ from pydantic import Field
 
 from infra.config import Address, AtLeastOne, Count, Share, StrictConfig, Tokens, left_out
 
-Lookahead = Annotated[int, Field(ge=1, le=16)]
+MOST_PROPOSALS = 16
+"""Longest lookahead that is measured."""
+Lookahead = Annotated[int, Field(ge=1, le=MOST_PROPOSALS)]
 RelativeLoss = Annotated[float, Field(ge=0, lt=1)]
 Prompts = Annotated[int, Field(ge=2, le=1_000_000)]
 Proposals = Literal["greedy", "drawn"]
@@ -19,9 +21,17 @@ class BenchmarkConfig(StrictConfig):
 
     _gone = left_out("sampled_reference_tokens")  # runs, versions and deployments keep whole recipes
     prompts: Prompts = Field(default=48, description="Number of held-out prompts.")
-    prompt_tokens: Tokens = Field(default=64, description="Longest prompt, in tokens.")
+    prompt_tokens: Tokens = Field(
+        default=64,
+        description="Longest prompt, in tokens. Default in a recipe file, unless data.chat_template=none: 512, or "
+        "data.max_tokens if that is less.",
+    )
     max_new_tokens: int = Field(default=64, ge=4, le=2**20, description="Longest continuation, in tokens.")
-    max_lookahead: Lookahead = Field(default=7, description="Acceptance is simulated for lookaheads 1 to this one.")
+    max_lookahead: Lookahead = Field(
+        default=7,
+        description="Acceptance is simulated for lookaheads 1 to this one. Default in a recipe file: 7, or a whole "
+        "block where that is longer.",
+    )
     lookahead: Lookahead = Field(
         default=4,
         description="Lookahead of the reference decoding and of the gate. A recipe's default is a whole block for "
@@ -63,8 +73,9 @@ class BenchmarkConfig(StrictConfig):
         default=None,
         gt=0,
         le=100,
-        description="Temperature of the sampled figures, which stand beside the greedy ones. Default, as of the next "
-        "two: the target's `generation_config.json`, by which engines sample where a request says nothing, or else 1.",
+        description="Temperature of the sampled figures, which are reported next to the greedy ones. Default, as of "
+        "the next two: the target's `generation_config.json`, by which engines sample where a request says nothing, "
+        "or else 1.",
     )
     sampled_top_k: int | None = Field(
         default=None, ge=0, le=10_000_000, description="Top-k of the sampled figures, after temperature; 0 is off."
@@ -82,7 +93,7 @@ class BenchmarkConfig(StrictConfig):
     suffix_log: Address | None = Field(
         default=None,
         description="A log of requests (`.jsonl`, `.jsonl.gz`) as your servers write it. Suffix decoding, a baseline, "
-        "is then also measured with these texts in its tree.",
+        "is then also measured with these texts in its tree, unless SGLang counts acceptance.",
     )
     min_distinct_token_share: Share = Field(
         default=0.1,
@@ -117,7 +128,11 @@ class PromotionConfig(StrictConfig):
     margin: float = Field(
         default=0.01, ge=0, le=10, description="Relative gain that the 97.5 % lower bound must exceed."
     )
-    traffic: TrafficConfig = Field(default=TrafficConfig(), description="The traffic that the gate decides for.")
+    traffic: TrafficConfig = Field(
+        default=TrafficConfig(),
+        description="The traffic that the gate decides for. Where SGLang counts acceptance (benchmark.counted_by), the "
+        "gate compares tokens per step of greedy text instead.",
+    )
     max_gap: float = Field(default=0.05, gt=0, le=100, description="Largest gap of simulated to reference acceptance.")
     max_goodput_loss: RelativeLoss = Field(
         default=0.05,

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from infra.config import Seed
 from infra.planner.shapes import ITEM_BYTES, DraftShape, Kept, Precision, TargetShape
 from infra.refusal import Refusal
+from models.config.benchmark import MOST_PROPOSALS
 from models.config.draft_base import LayerShape, LayerType, VocabularyChoice
 
 ROWS_AT_ONCE = 256
@@ -30,10 +31,10 @@ class BlockConfig(VocabularyChoice, LayerShape):
         default=None,
         ge=16,
         le=2**24,
-        description="Size of the draft vocabulary, the most frequent tokens of the target; default: all tokens. SGLang "
-        "serves block drafts with all tokens only.",
+        description="Size of the draft vocabulary, the most frequent tokens of the supervised text; default: all "
+        "tokens. SGLang serves block drafts with all tokens only.",
     )
-    block_size: int = Field(default=16, ge=2, le=64, description="Positions per block: the last known token and masks.")
+    block_size: int = Field(default=16, ge=2, le=17, description="Positions per block: the last known token and masks.")
     layer_types: tuple[LayerType, ...] = Field(
         default=("full_attention",) * 5,
         min_length=1,
@@ -98,6 +99,15 @@ class BlockConfig(VocabularyChoice, LayerShape):
     def _has_a_loss(self) -> Self:
         if not self.cross_entropy_weight + self.kl_weight + self.tv_weight:
             raise Refusal("cross_entropy_weight, kl_weight and tv_weight are all 0: nothing would be learnt")
+        return self
+
+    @model_validator(mode="after")
+    def _proposes_what_is_measured(self) -> Self:
+        if self.proposals > MOST_PROPOSALS:
+            raise Refusal(
+                f"draft.block_size {self.block_size} makes blocks of {self.proposals} proposals, and at most "
+                f"{MOST_PROPOSALS} are measured (benchmark.lookahead): lower it"
+            )
         return self
 
     @model_validator(mode="after")

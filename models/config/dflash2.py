@@ -17,7 +17,7 @@ class DFlash2Config(BlockConfig):
     engine_proposals: ClassVar[Literal["greedy", "drawn"]] = "drawn"
 
     method: Literal["dflash2"] = Field(default="dflash2", description="Draft method.")
-    block_size: int = Field(default=8, ge=2, le=64, description="Positions per block: the last known token and masks.")
+    block_size: int = Field(default=8, ge=2, le=17, description="Positions per block: the last known token and masks.")
     decay_gamma: float = Field(
         default=4.0,
         gt=0,

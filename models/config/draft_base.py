@@ -21,6 +21,8 @@ class MethodConfig(StrictConfig):
     """Fields that affect training but not the model: a warm start may change them."""
     shareable: ClassVar[bool] = True
     """Whether ranks can share a sample in training (`training.context_parallel_size`)."""
+    recomputes: ClassVar[bool] = False
+    """Whether their layers can compute activations again in the backward pass (`training.recompute`)."""
     reads_layers: ClassVar[bool] = True
     """Whether such drafts read outputs of target layers (`target.aux_layer_ids`); otherwise the target's last hidden
     state, after the final norm."""
@@ -87,12 +89,27 @@ class MethodConfig(StrictConfig):
 class LayerShape(MethodConfig):
     """Settings of methods that are built of decoder layers: what a layer is built from."""
 
-    num_heads: Count = Field(description="Query heads per layer.")
-    num_kv_heads: Count = Field(description="Key-value heads per layer; must divide num_heads.")
-    head_dim: int = Field(ge=8, le=4096, description="Size of one attention head.")
-    intermediate_size: int = Field(ge=8, le=2**22, description="Hidden size of the feed-forward network.")
-    rope_theta: float = Field(default=10_000.0, gt=0, le=1e12, description="Base of the rotary position embedding.")
-    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of that embedding; default: none.")
+    num_heads: Count = Field(description="Query heads per layer. Default in a recipe file: by the target.")
+    num_kv_heads: Count = Field(
+        description="Key-value heads per layer; must divide num_heads. Default in a recipe file: by the target."
+    )
+    head_dim: int = Field(
+        ge=8, le=4096, description="Size of one attention head. Default in a recipe file: by the target."
+    )
+    intermediate_size: int = Field(
+        ge=8,
+        le=2**22,
+        description="Hidden size of the feed-forward network. Default in a recipe file: by the target.",
+    )
+    rope_theta: float = Field(
+        default=10_000.0,
+        gt=0,
+        le=1e12,
+        description="Base of the rotary position embedding. Default in a recipe file: the target's.",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="Scaling of that embedding; null: none. Default in a recipe file: the target's."
+    )
     partial_rotary_factor: float = Field(
         default=1.0, gt=0, le=1, description="Share of each head that is rotated; the rest of it has no position."
     )
@@ -178,7 +195,7 @@ class VocabularyChoice(MethodConfig):
         default=32_000,
         ge=16,
         le=2**24,
-        description="Size of the draft vocabulary, the most frequent tokens of the target; null: all tokens.",
+        description="Size of the draft vocabulary, the most frequent tokens of the supervised text; null: all tokens.",
     )
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
@@ -211,6 +228,7 @@ class UnrolledSteps(StrictConfig):
 
     engine_algorithm: ClassVar[str]
     """SGLang's name of the method."""
+    recomputes: ClassVar[bool] = True
 
     ttt_steps: int = Field(default=7, ge=1, le=16, description="Unrolled steps of the training-time test.")
     ttt_decay: float = Field(default=0.8, gt=0, le=1, description="Loss weight of step j is ttt_decay ** j.")

@@ -20,7 +20,7 @@ class DSparkConfig(BlockConfig):
 
     method: Literal["dspark"] = Field(default="dspark", description="Draft method.")
     block_size: int = Field(
-        default=7, ge=2, le=64, description="Proposals per block: the last known token's row and masks."
+        default=7, ge=2, le=16, description="Proposals per block: the last known token's row and masks."
     )
     decay_gamma: float = Field(
         default=4.0,
@@ -40,15 +40,17 @@ class DSparkConfig(BlockConfig):
         le=1000,
         description="Weight of the L1 distance between both distributions, 2 (1 - acceptance rate).",
     )
-    markov_rank: int = Field(default=256, ge=1, le=2**16, description="Rank of the bias by the token before.")
+    markov_rank: int = Field(
+        default=256, ge=1, le=2**16, description="Rank of the bias conditioned on the previous token."
+    )
     markov_head: Literal["vanilla", "gated", "rnn"] = Field(
         default="vanilla",
-        description="`vanilla`: the bias depends on the token before alone. `gated`: on the row's hidden state, too. "
+        description="`vanilla`: the bias depends on the previous token alone. `gated`: on the row's hidden state, too. "
         "`rnn`: on all tokens of the block before it.",
     )
     confidence_head: bool = Field(default=True, description="Train the confidence head.")
     confidence_reads_token: bool = Field(
-        default=True, description="The confidence head reads the token before, beside the row's hidden state."
+        default=True, description="The confidence head reads the previous token beside the row's hidden state."
     )
     confidence_weight: float = Field(
         default=1.0, gt=0, le=1000, description="Weight of the confidence head's cross-entropy in the loss."

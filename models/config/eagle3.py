@@ -50,8 +50,8 @@ class Eagle3Config(UnrolledSteps, LossChoice, VocabularyChoice, AxialShape):
     shared_head: bool = Field(default=False, description="Use the target's frozen output head instead of training one.")
     train_embeddings: bool = Field(
         default=False,
-        description="Train a copy of the target's token embeddings with the draft. SGLang serves EAGLE-3 drafts with "
-        "the target's embeddings, so such a draft is measured by the reference decoder only.",
+        description="Train a copy of the target's token embeddings with the draft. SGLang puts the target's in place "
+        "of embeddings of the same size, so such a draft is measured by the reference decoder only.",
     )
 
     @property

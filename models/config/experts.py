@@ -28,7 +28,7 @@ class Experts(StrictConfig):
     groups: Count = Field(default=1, description="Equal groups of experts, of which the best are chosen first.")
     groups_per_token: Count = Field(default=1, description="Groups that a row's experts are chosen from.")
     normed: bool = Field(default=True, description="Whether the chosen experts' scores are divided by their sum.")
-    scaling: float = Field(default=1.0, gt=0, le=1_000_000, description="Factor of what the chosen experts give.")
+    scaling: float = Field(default=1.0, gt=0, le=1_000_000, description="Scaling factor of the routed experts' output.")
 
     @model_validator(mode="after")
     def _can_choose(self) -> "Experts":

@@ -18,8 +18,8 @@ class GeneratorConfig(StrictConfig):
     engine: Literal["transformers", "sglang", "serving"] = Field(
         default="transformers",
         description="What runs the target; `sglang`: one server per generator; `serving`: the servers of "
-        "generator.live, which serve users and hand over a share of what they were asked. A recipe file that is silent "
-        "has `sglang` where it has `pools.inference_gpus`.",
+        "generator.live, which serve users and hand over a share of what they were asked. Default in a recipe file: "
+        "`sglang` if `pools.inference_gpus` is set.",
     )
     live: LiveConfig | None = Field(default=None, description="Settings of engine=serving.")
     count: Count = Field(
@@ -30,7 +30,7 @@ class GeneratorConfig(StrictConfig):
     max_count: Count | None = Field(
         default=None,
         description="Generators are added up to this number while inference is the bottleneck, each on its own "
-        "devices, and removed again afterwards. Default: `count`.",
+        "devices, and removed again afterwards; not with pools.sharing=alternate. Default: `count`.",
     )
     patience_s: Seconds = Field(default=120.0, description="Seconds of one bottleneck before the number changes.")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(
@@ -51,7 +51,8 @@ class GeneratorConfig(StrictConfig):
     )
     threads: Count | None = Field(
         default=None,
-        description="CPU threads per generator. Default: all cores, half of them where training has no GPUs either.",
+        description="CPU threads per generator. Default: an equal share of the cores, or of half of them where "
+        "training has no GPUs either.",
     )
     sglang: SGLangConfig = Field(default=SGLangConfig(), description="Settings of the SGLang servers.")
 

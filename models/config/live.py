@@ -31,7 +31,8 @@ class LiveConfig(StrictConfig):
         gt=0,
         le=3650,
         description="The run's folder and its rows in a shared ledger hold users' text. `clean-up` removes them this "
-        "number of days after the first requests were collected, whatever became of the run.",
+        "number of days after the first requests were collected, or later, when the run has ended. Its daily schedule "
+        "has to be switched on.",
     )
     share: Share = Field(default=0.05, description="Share of the finished requests that is learned from.")
     patience_s: float = Field(

@@ -42,8 +42,9 @@ class MtpConfig(UnrolledSteps, LossChoice, AxialShape):
 
     method: Literal["mtp"] = Field(default="mtp", description="Draft method.")
     family: MtpFamily = Field(
-        description="How the target's checkpoint names the layer and what it computes; from the target's model type. "
-        "`mimo`: MiMo-7B. `qwen`: Qwen3-Next and Qwen3.5. `deepseek`: DeepSeek-V3, GLM-4.5 and later."
+        description="How the target's checkpoint names the layer and what it computes. Default in a recipe file: "
+        "by its model type. `mimo`: MiMo-7B. `qwen`: Qwen3-Next and Qwen3.5. `deepseek`: DeepSeek-V3, GLM-4.5 and "
+        "later."
     )
     layer_index: int = Field(
         default=0,

@@ -71,6 +71,11 @@ class RunConfig(StrictConfig):
                 f"target.aux_layer_ids {list(ids)}: drafts of {self.draft.title} read "
                 + ("target layers, name at least one" if self.draft.reads_layers else "none, set it to []")
             )
+        if self.training.recompute and not self.draft.recomputes:
+            raise Refusal(
+                f"training.recompute: drafts of {self.draft.title} recompute nothing, so leave it out; if memory is "
+                "short, raise training.micro_batches or lower data.max_tokens"
+            )
         if self.plan.target is not None:
             check_layers(ids, self.plan.target.num_layers)
         if self.benchmark.lookahead > self.benchmark.max_lookahead:

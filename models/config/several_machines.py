@@ -1,4 +1,4 @@
-"""Which divisions of a run among several machines can work."""
+"""Which divisions of a run among machines and GPUs can work."""
 
 from infra.config import PoolsConfig
 from infra.quantities import plural
@@ -23,7 +23,28 @@ def check_machines(pools: PoolsConfig, training: TrainingConfig, generator: Gene
     if pools.machines_per_generator > 1:
         _check_generators(pools, generator)
     if generator.engine == "sglang":
+        if pools.inference_gpus:
+            _check_share(pools.inference_gpus, generator)
         _check_groups(pools, generator)
+
+
+def _check_share(gpus: int, generator: GeneratorConfig) -> None:
+    """Refuse generators with different numbers of GPUs, and servers that want more than a generator has."""
+    count, sglang = generator.count, generator.sglang
+    if gpus % count:
+        raise Refusal(
+            f"pools.inference_gpus={gpus}, generator.count={count}: SGLang divides the target among the GPUs of a "
+            f"generator, and each has equally many: make inference_gpus {count}, {2 * count} or another multiple of "
+            f"{count}, or lower count"
+        )
+    share, copies = gpus // count, sglang.data_parallel
+    ranks = sglang.tensor_parallel or max(1, share // copies)
+    if copies * ranks > share:
+        raise Refusal(
+            f"generator.sglang wants {plural(copies * ranks, 'GPU')} for each server (data_parallel {copies} times "
+            f"tensor_parallel {ranks}), and a generator has {plural(share, 'GPU')} (pools.inference_gpus, "
+            "generator.count): lower data_parallel or tensor_parallel, or give it more"
+        )
 
 
 def _check_groups(pools: PoolsConfig, generator: GeneratorConfig) -> None:

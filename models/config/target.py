@@ -22,7 +22,8 @@ class TargetConfig(StrictConfig):
     aux_layer_ids: tuple[Annotated[int, Field(ge=0, lt=10_000)], ...] = Field(
         max_length=64,
         description="Target layers whose outputs feed the draft, ascending; layer l is Hugging Face's "
-        "hidden_states[l+1]. `[]` with draft.method=mtp, which reads the last hidden state after the final norm.",
+        "hidden_states[l+1]. Default in a recipe file: by the target's number of layers. `[]` with draft.method=mtp, "
+        "which reads the last hidden state after the final norm.",
     )
     add_bos: bool = Field(
         default=False,

@@ -15,7 +15,8 @@ from infra.planner.target_files import MODELOPT_FILE, read_target_config, with_m
 from infra.refusal import Refusal
 from infra.settings import cache_folder, expanded
 from models.config.benchmark import BenchmarkConfig
-from models.config.draft import parse_draft_config
+from models.config.draft import METHODS, parse_draft_config
+from models.config.draft_base import LayerShape, MethodConfig
 from models.config.latent import LatentAttention
 from models.config.mtp import own_layer
 from models.config.rope import OF_TYPE
@@ -35,8 +36,8 @@ CHAT_PROMPT_TOKENS = 512
 Tree = dict[str, Any]
 
 
-def read_settings(target: TargetConfig) -> Tree:
-    """The target's `config.json`. Raises Refusal if it is neither here nor on the Hub."""
+def read_settings(target: TargetConfig, hint: str = "") -> Tree:
+    """The target's `config.json`. Raises Refusal, which `hint` ends, if it is neither here nor on the Hub."""
     if target.source == "tiny":
         tiny = TinyRecipe()
         return {
@@ -47,12 +48,12 @@ def read_settings(target: TargetConfig) -> Tree:
             "num_key_value_heads": tiny.kv_heads,
             "intermediate_size": tiny.intermediate_size,
         }
-    return read_target_config(_config_file(target))
+    return read_target_config(_config_file(target, hint))
 
 
-def _config_file(target: TargetConfig, shape_hint: str = "") -> Path:
-    """`shape_hint`: another remedy, of a caller that wants no more than the shape."""
-    return _converted(target.name) if target.source == "gguf-package" else _huggingface(target, shape_hint)
+def _config_file(target: TargetConfig, hint: str = "") -> Path:
+    """`hint`: another remedy, of a caller that wants no more than a part."""
+    return _converted(target.name) if target.source == "gguf-package" else _huggingface(target, hint)
 
 
 def read_shape(target: TargetConfig) -> TargetShape:
@@ -78,24 +79,25 @@ def _converted(package: str) -> Path:
     if not found:
         raise Refusal(
             f"{package} is not converted yet, so its shape is not known: give it by plan.target, with "
-            "target.aux_layer_ids and the draft's sizes, or run a recipe that has them once"
+            "target.aux_layer_ids and the draft's sizes, rope_theta and rope_scaling, or run a recipe that has them "
+            "once"
         )
     return found[-1]
 
 
-def _huggingface(target: TargetConfig, shape_hint: str) -> Path:
+def _huggingface(target: TargetConfig, hint: str) -> Path:
     folder = expanded("target.name", target.name)
     if folder.is_dir():
         return folder / "config.json"
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    offline = f"name a local folder{shape_hint}"
+    offline = f"name a local folder{hint}"
     try:
         cached = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
         if isinstance(cached, str):
             return Path(cached)
-        with hub_refusals("target.name", target.name, target.revision, shape_hint, offline):
+        with hub_refusals("target.name", target.name, target.revision, hint, offline):
             return _from_hub(target.name, "config.json", target.revision)
     except HFValidationError as error:
         raise Refusal(f"target.name {target.name!r} is neither a folder nor an id of the Hub: correct it") from error
@@ -137,6 +139,8 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
 
 LATENT_FIELDS = tuple(LatentAttention.model_fields)
 LAYER_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+POSITION_FIELDS = ("rope_theta", "rope_scaling")
+"""Their defaults are other positions than the target's, with which a draft trains without complaint."""
 
 
 def _of_method(draft: Tree) -> Tree:
@@ -161,27 +165,32 @@ def completed(tree: Tree) -> Tree:
     if not _is_section(tree, "target") or not _is_section(tree, "draft") or "name" not in tree.get("target", {}):
         return tree  # validation says what is wrong
     draft = {"method": "eagle3"} | tree.get("draft", {})
-    wanted = () if draft["method"] == "medusa" else LAYER_FIELDS
+    method = METHODS.get(str(draft["method"]), MethodConfig)
+    wanted, positions = (LAYER_FIELDS, POSITION_FIELDS) if issubclass(method, LayerShape) else ((), ())
     if draft["method"] == "mtp":
         wanted = (*LAYER_FIELDS, "family")
-    if draft.get("mla") is not None:
+    if wanted and draft.get("mla") is not None:
         wanted = ("num_heads", "intermediate_size", "mla")
     target = tree["target"]
-    if "aux_layer_ids" not in target or any(draft.get(name) in (None, {}) for name in wanted):
+    has_sizes = "aux_layer_ids" in target and all(draft.get(name) not in (None, {}) for name in wanted)
+    if not (has_sizes and all(name in draft for name in positions)):
         try:
             known = TargetConfig.model_validate(target | {"aux_layer_ids": [0]})
         except ValidationError:
             return tree
-        settings = read_settings(known)
+        settings = read_settings(known, ", or set draft.rope_theta and draft.rope_scaling" if has_sizes else "")
         text = settings.get("text_config") or settings
         try:
-            layers = [] if draft["method"] == "mtp" else default_layers(text["num_hidden_layers"])
-            target = target | {"aux_layer_ids": target.get("aux_layer_ids", layers)}
-            draft = {"method": draft["method"]} | (_layer(text, draft) if wanted else draft)
+            if has_sizes:
+                draft = _positions(text, draft) | draft
+            else:
+                layers = default_layers(text["num_hidden_layers"]) if method.reads_layers else []
+                target = target | {"aux_layer_ids": target.get("aux_layer_ids", layers)}
+                draft = {"method": draft["method"]} | (_layer(text, draft, method) if wanted else draft)
         except (KeyError, TypeError) as error:
             raise Refusal(
                 f"the config.json of {target['name']} does not say {error}: set target.aux_layer_ids and "
-                f"{', '.join(f'draft.{name}' for name in wanted)} in the recipe"
+                f"{', '.join(f'draft.{name}' for name in (*wanted, *positions))} in the recipe"
             ) from error
     tree = tree | {"target": target, "draft": draft}
     if _is_section(tree, "benchmark"):
@@ -228,7 +237,22 @@ def _width(text: Mapping[str, Any], least: int) -> int:
     return named if named >= least else -(-8 * hidden // 3 // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def _layer(text: Mapping[str, Any], draft: Tree) -> Tree:
+def _positions(text: Mapping[str, Any], draft: Tree) -> Tree:
+    """The target's base and scaling of the rotary embedding."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)  # by layer type (Gemma 3)
+    theta = float(rope.get("rope_theta") or text.get("rope_theta") or 10_000.0)
+    kind, scaling = rope.get("rope_type", rope.get("type")), None
+    # Engines ignore the scaling where there are sections.
+    if kind in OF_TYPE and not draft.get("mrope_section"):
+        original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+        known = rope | ({"original_max_position_embeddings": original} if original else {})
+        names = ("factor", *OF_TYPE[kind])
+        scaling = {"rope_type": kind} | {name: known[name] for name in names if known.get(name) is not None}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _layer(text: Mapping[str, Any], draft: Tree, method: type[MethodConfig]) -> Tree:
     """The draft's settings, completed by a layer like the target's. KeyError names what the target does not say."""
     hidden, latent = text["hidden_size"], text.get("kv_lora_rank")
     # An MTP layer is one of the target's.
@@ -237,21 +261,14 @@ def _layer(text: Mapping[str, Any], draft: Tree) -> Tree:
         "intermediate_size": _width(text, 1 if as_targets else 2 * hidden),
         "rms_norm_eps": text.get("rms_norm_eps", 1e-6),
     }
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)  # by layer type (Gemma 3)
-    layer["rope_theta"] = float(rope.get("rope_theta") or text.get("rope_theta") or 10_000.0)
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in OF_TYPE:
-        original = rope.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
-        known = rope | ({"original_max_position_embeddings": original} if original else {})
-        scaling = {name: known[name] for name in ("factor", *OF_TYPE[kind]) if known.get(name) is not None}
-        layer["rope_scaling"] = {"rope_type": kind} | scaling
+    layer |= _positions(text, draft)
     if str(text.get("model_type", "")).startswith("gemma"):
         layer["fc_norm"] = True  # its residual stream grows a lot
     if draft["method"] == "mtp":
         layer |= own_layer(text)
     if draft["method"] == "eagle3" and text["vocab_size"] <= 32_000:
         layer["vocab_size"] = None
+    layer = {name: value for name, value in layer.items() if name in method.model_fields}
     if isinstance(mla := draft.get("mla"), dict):
         own = {name: text[name] for name in LATENT_FIELDS if name in text} if latent else {}
         grouped = ("num_kv_heads", "head_dim")  # they follow from mla

@@ -31,8 +31,8 @@ class TrainingConfig(StrictConfig):
     max_steps: AtLeastOne | None = Field(default=None, description="Most optimizer steps; default: all epochs.")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
-        description="`muon`: Muon for the matrices of the draft's layers, AdamW for all other weights. A draft learns "
-        "more from the same text; steps take longer, the more so the fewer tokens they have.",
+        description="`muon`: Muon for the matrices of the draft's layers, AdamW for all other weights. Steps "
+        "take longer, the more so the fewer tokens they have. Compare both on your target.",
     )
     learning_rate: float = Field(default=1e-3, gt=0, le=10, description="Peak learning rate, after the warm-up.")
     min_learning_rate_share: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
@@ -66,7 +66,7 @@ class TrainingConfig(StrictConfig):
         ge=1,
         le=1024,
         description="Ranks that share each sample, each with a part of its positions, for samples too long for one "
-        "GPU. `ranks` must be a multiple of it; not with drafts of blocks (DFlash, DFlash 2, DSpark).",
+        "GPU. `ranks` must be a multiple of it; not with drafts of blocks or MTP layers.",
     )
     prefetch_steps: int = Field(default=2, ge=0, le=1024, description="Steps fetched ahead of the one that trains.")
     out_of_vocabulary: Literal["argmax", "text"] = Field(
@@ -77,8 +77,8 @@ class TrainingConfig(StrictConfig):
     )
     recompute: bool = Field(
         default=False,
-        description="Recompute inner activations of EAGLE-3's layer in the backward pass, for samples that do not fit "
-        "otherwise; costs about a third more arithmetic of the layer.",
+        description="Recompute inner activations of the layers of EAGLE-3 and MTP in the backward pass, for samples "
+        "that do not fit otherwise; costs about a third more arithmetic of the layer. Other methods refuse it.",
     )
     loss_chunk_tokens: Tokens | None = Field(
         default=None,
@@ -96,10 +96,15 @@ class TrainingConfig(StrictConfig):
     )
     threads: Count | None = Field(
         default=None,
-        description="CPU threads per rank. Default: all cores, half of them where inference has no GPUs either.",
+        description="CPU threads per rank. Default: an equal share of the cores, or of half of them where inference "
+        "has no GPUs either.",
     )
     stall_s: float = Field(
-        default=600.0, gt=0, le=1_000_000, description="Seconds to wait for the next step's samples before giving up."
+        default=600.0,
+        gt=0,
+        le=1_000_000,
+        description="Seconds to wait for the next step's samples before giving up; with generator.engine=serving "
+        "always 30 days.",
     )
 
     @model_validator(mode="after")

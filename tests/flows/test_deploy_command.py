@@ -178,7 +178,7 @@ def check_another_folder(stack: Any, recipe: str, folder: Path) -> None:
     change_parameters(stack, "retrain", lambda parameters: parameters["config"]["training"].update(log_steps=7))
     elsewhere = SimpleNamespace(environment=stack.environment | {"DRAFTSMITH_RUNS": str(folder / "elsewhere")})
     assert f"Runs start in {folder}, before in {ROOT}" in draftsmith(
-        elsewhere, "deploy", recipe, "--folder", str(folder)
+        elsewhere, "deploy", recipe, "--folder", str(folder), "--cron", CRON
     )
     said = draftsmith(elsewhere, "deploy", recipe, "training.max_steps=33")
     assert f"Runs start in {folder}, with the code there" in said
@@ -189,7 +189,7 @@ def check_another_folder(stack: Any, recipe: str, folder: Path) -> None:
     found = deployed(stack, "draft-tiny")
     training = found["retrain"]["parameters"]["config"]["training"]
     assert (training["max_steps"], training["log_steps"]) == (33, 7)
-    assert [one["active"] for one in found["retrain"]["schedules"]] == [False]
+    assert [one["active"] for one in found["retrain"]["schedules"]] == [True], "--cron switches it on again"
     assert found["watch_traffic"]["parameters"]["config"]["servers"] == ["http://127.0.0.1:30001"]
 
 

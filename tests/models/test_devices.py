@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 
 from infra.pools.gpus import Gpu, Gpus
+from infra.refusal import Refusal
 from models.devices import compute_device, device_with, leased_bytes, limit_memory
 
 
@@ -42,6 +44,18 @@ def test_what_a_gpu_has_no_room_for_goes_to_the_cpu(monkeypatch: pytest.MonkeyPa
     assert device_with(8 * 2**30 + 1) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device_with(2**50) == torch.device("cpu")
+
+
+def test_a_broken_driver_concerns_only_processes_that_leased_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mismatch() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", mismatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert leased_bytes() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    with pytest.raises(Refusal, match="GPUs do not answer"):
+        leased_bytes()
 
 
 def test_a_slice_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:

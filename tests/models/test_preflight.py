@@ -138,6 +138,11 @@ def test_an_environment_of_sglang_that_cannot_use_the_gpus_is_refused(tmp_path, 
     found = r"could not on these GPUs \(SGLang's torch: .*, CPU only, and this machine has 1 GPU.*`draftsmith doctor`"
     with pytest.raises(Refusal, match=found):
         check_settings(run)
+
+    def broken() -> None:
+        raise Refusal("a driver that does not answer")
+
+    monkeypatch.setattr(preflight, "read_gpus", broken)
     check_settings(run_of("LlamaForCausalLM", {}, [], tmp_path / "cpu"))
 
 

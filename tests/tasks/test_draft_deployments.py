@@ -96,6 +96,13 @@ def retraining(cron: str, active: bool) -> dict[str, Any]:
         ({"paused": False}, retraining("0 3 * * *", False), retraining("0 3 * * *", True), "fresh"),
         ({}, retraining("0 3 * * *", False), retraining("0 3 * * *", True), "before"),
         ({"cron": "0 4 * * *"}, retraining("0 5 * * 1", True), retraining("0 4 * * *", True), "fresh"),
+        # Switched off in the page.
+        (
+            {"cron": "0 4 * * *"},
+            retraining("0 3 * * *", False) | {"paused": False},
+            retraining("0 4 * * *", True),
+            "fresh",
+        ),
         (
             {"cron": "0 4 * * *"},
             retraining("0 3 * * *", True) | {"schedules": {}},

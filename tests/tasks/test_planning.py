@@ -1,5 +1,6 @@
 """The plan of a recipe: what is known, what is estimated, how it is shown, and what measured rates make of it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ from infra.planner.answers import Answers
 from infra.planner.page import plan_page, verdicts
 from infra.planner.plan import Plan, comparison, corrected, read_plan
 from infra.quantities import byte_size, duration, figure, si
-from infra.records.data_path import MoreData, SamplesRecord, SideRates, TrainingResult
+from infra.records.data_path import MoreData, SamplesRecord, SideRates, TargetRecord, TrainingResult
+from infra.refusal import Refusal
 from models.config.recipe import load_recipe
-from tasks.plan import core_rates, plan_recipe
+from tasks.plan import checked_plan, core_rates, on_this_machine, plan_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -34,6 +36,32 @@ def test_prepared_samples_are_known_and_others_are_estimated(samples: SamplesRec
     assert (guessed.samples, guessed.mean_tokens, guessed.longest_tokens) == (1600, 256, 256)
     assert [note for note in guessed.assumptions if "estimated from data.max_tokens" in note]
     assert not [note for note in known.assumptions if "estimated" in note]
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> TargetRecord:
+    """A target of four layers and 12 attention heads."""
+    settings = {
+        "model_type": "llama", "hidden_size": 768, "num_hidden_layers": 4, "vocab_size": 1024, "head_dim": 64,
+        "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    return TargetRecord.model_construct(path=str(tmp_path))
+
+
+def test_a_run_is_planned_with_its_own_target(target: TargetRecord, samples: SamplesRecord) -> None:
+    config = load_recipe(RECIPES / "one-gpu-80gb.yaml")
+    assert plan_recipe(config).job.target == config.plan.target
+    planned = plan_recipe(on_this_machine(config), target, samples).job.target
+    assert (planned.hidden_size, planned.num_layers) == (768, 4)
+
+
+def test_gpus_that_do_not_divide_the_target_are_refused_whatever_shape_is_assumed(target: TargetRecord) -> None:
+    given = [f"target.name={target.path}", "generator.count=1", "pools.inference_gpus=5"]
+    with pytest.raises(Refusal, match=r"cannot divide the target's 12 attention heads .* 1, 2 or 4"):
+        checked_plan(load_recipe(RECIPES / "qwen3-8b.yaml", given))
+    absent = ["target={source: gguf-package, name: never-converted, aux_layer_ids: [1]}"]
+    checked_plan(load_recipe(RECIPES / "qwen3-8b.yaml", [*given, *absent]))
 
 
 def test_answers_that_exist_are_not_planned(samples: SamplesRecord) -> None:

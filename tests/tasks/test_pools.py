@@ -18,6 +18,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
 from infra.files.run_folder import RunFolder
+from infra.pools.base import PoolSpec
+from infra.pools.local import LocalPools
 from infra.processes.process import Owner
 from models.config.recipe import load_recipe
 from tasks import pools
@@ -147,6 +149,20 @@ def test_a_controller_that_is_away_at_the_end_of_a_lease_does_not_fail_the_run(
 
     with prefect_test_harness(server_startup_timeout=120):
         assert run() == ["n1:2"]
+
+
+def test_generators_get_no_more_of_a_shared_pool_than_the_recipe_gives_them(tmp_path: Path) -> None:
+    specs = [PoolSpec("inference", 1), PoolSpec("training", 3)]
+    (shared,) = LocalPools(("a", "b", "c"), tmp_path).acquire(specs[1:], Owner("run", tmp_path))
+    with pools.pools_of_roles([shared], specs) as (inference, training):
+        assert (inference.gpus, training.gpus) == (("a",), ("a", "b", "c"))
+        process = inference.launch("generator", ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES; sleep 600"], index=0)
+        while not (printed := process.new_lines()):
+            assert process.poll() is None
+    assert printed == ["a"]
+    assert process.poll() is not None, "it is stopped before its GPUs are given back"
+    with pools.pools_of_roles([inference, training], specs) as apart:
+        assert list(apart) == [inference, training]
 
 
 def test_workers_that_divide_a_machine_have_queues_of_their_own() -> None:

@@ -234,6 +234,14 @@ def test_nobody_knows_the_target_and_turns_are_safe() -> None:
     assert "the target's shape is unknown" in why
 
 
+@pytest.mark.parametrize(("gpus", "idle"), [(7, "3 of them stay idle"), (4, None)])
+def test_gpus_that_stay_idle_where_others_are_shared_are_told(gpus: int, idle: str | None) -> None:
+    """As on a node with eight that has lost one."""
+    mode, why = choose_sharing(load_recipe(RECIPES / "qwen3-8b.yaml").pools, gpus, None)
+    assert mode == "alternate"
+    assert idle in why if idle else "idle" not in why
+
+
 def test_memory_is_divided_between_generator_and_trainer(machine: Machine, tmp_path: Path) -> None:
     machine("NVIDIA H100 80GB HBM3", 1, 80)
     config = on_this_machine(load_recipe(ONE))
@@ -270,6 +278,18 @@ def test_a_round_takes_an_epoch_or_half_of_the_disk_and_stays_the_same(
         decide_sharing(too_much, folder, None, EPOCH, 0)
     folder.sharing.write_text(sharing.model_dump_json())
     assert decide_sharing(config, folder, None, EPOCH, 0).budget_bytes == 3 * 2**30
+
+
+@pytest.mark.parametrize(("free_gib", "round_gib"), [(4, 2), (1, 1)])
+def test_a_run_that_had_two_pools_and_now_takes_turns_has_rounds_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gib: int, round_gib: int
+) -> None:
+    """Its store in memory was for what is in flight. The ledger's budget may grow, and never shrinks."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=free_gib * 2**30))
+    folder = RunFolder(tmp_path)
+    write_atomically(folder.sharing, Sharing(mode="apart", why="", budget_bytes=2**30))
+    sharing = decide_sharing(load_recipe(ONE, ["pools.sharing=alternate"]), folder, None, EPOCH, 0)
+    assert (sharing.budget_bytes, sharing.on_disk) == (round_gib * 2**30, True)
 
 
 def test_the_store_is_as_large_as_what_is_in_flight_and_lies_on_disk_where_memory_is_too_small(

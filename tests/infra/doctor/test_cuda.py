@@ -86,6 +86,30 @@ def test_whether_torch_works_on_the_gpus_is_tried(tmp_path: Path, monkeypatch: p
     assert "torch computes on 2 GPUs" in only(cuda.torch_works(GPUS, program(tmp_path / "python", "echo 2"))).found
 
 
+BROKEN = """echo 0; echo 1; cat >&2 <<'END'
+Traceback (most recent call last):
+  File "<string>", line 7, in <module>
+torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+END
+exit 1"""
+"""As torch ends on the second of two GPUs."""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (BROKEN, "cuda:1: torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"),
+        ("echo libcudart.so.13: no such file >&2; exit 1", "them: libcudart.so.13: no such file"),
+        ("exit 1", "them: it said nothing"),
+    ],
+)
+def test_the_gpu_on_which_torch_fails_is_named_with_its_error(tmp_path: Path, text: str, found: str) -> None:
+    finding = only(cuda.torch_works(GPUS, program(tmp_path / "python", text)))
+    assert (finding.verdict, finding.found) == ("problem", f"torch cannot compute on {found}")
+
+
 def test_what_compiles_the_kernels_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     header = tmp_path / "root" / get_path("include", "posix_prefix").lstrip("/") / "Python.h"
     monkeypatch.setenv("PATH", str(tmp_path / "path"))

@@ -28,6 +28,7 @@ def test_cores_of_the_gpus_numa_node(
         "DeviceGetHandleByIndex": lambda index: index,
         "DeviceGetUUID": lambda _: GPU,
         "DeviceGetMigMode": lambda _: (0, 0),
+        "DeviceGetMemoryInfo": lambda _, **_version: SimpleNamespace(),
         "DeviceGetPciInfo": lambda _: SimpleNamespace(busId="0000" + ADDRESS),
     }
     for name, answer in answers.items():

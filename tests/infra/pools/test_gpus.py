@@ -1,5 +1,6 @@
 """The inventory of GPUs, with a stand-in for NVIDIA's library: there is no GPU here."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,10 @@ from infra.doctor import devices
 from infra.pools.base import PoolBusyError, PoolSpec
 from infra.pools.gpus import named_by_position, pci_addresses, read_gpus, visible_gpus
 from infra.pools.local import LocalPools
+from infra.processes.control_groups import memory
 from infra.processes.process import Owner
 from infra.refusal import Refusal
+from infra.settings import permitted_gpus
 
 GIB = 2**30
 
@@ -167,6 +170,35 @@ def test_an_allocation_is_not_left(
     assert LocalPools().gpus == ("GPU-aa", "GPU-cc")
 
 
+@pytest.mark.parametrize("names", ["GPU-aa, GPU-cc ,", "0,2", "GPU-a,GPU-c,0"])
+def test_permitted_gpus_are_leased_by_their_uuids(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, names: str, tmp_path: Path
+) -> None:
+    """Whatever the names are: the locks are named by UUIDs, and so are those that strangers use."""
+    monkeypatch.setenv("DRAFTSMITH_GPUS", names)
+    pools = LocalPools(locks=tmp_path)
+    assert pools.gpus == ("GPU-aa", "GPU-cc")
+    with pytest.raises(PoolBusyError, match="of this machine's 2, 0 are held by other runs now; GPU-cc is in use"):
+        pools.acquire([PoolSpec("training", 2)], Owner("run", tmp_path))
+    left = re.escape(f"this machine has 2 that $DRAFTSMITH_GPUS={','.join(permitted_gpus())} leaves: lower")
+    with pytest.raises(Refusal, match=left):
+        pools.check([PoolSpec("training", 3)])
+
+
+@pytest.mark.parametrize("name", ["GPU-zz", "GPU-", "4"])
+def test_a_permitted_gpu_that_is_not_there_is_refused(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_GPUS", f"GPU-aa,{name}")
+    pools = LocalPools(locks=tmp_path)
+    pools.check([PoolSpec("training", 0)])
+    with pytest.raises(Refusal, match=rf"\$DRAFTSMITH_GPUS: {name} is .* `nvidia-smi -L`"):
+        pools.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+    hide_the_first(cards, monkeypatch)
+    pools.check([PoolSpec("training", 1)])  # it may be what is hidden
+    assert LocalPools().gpus == ()
+
+
 def test_too_small_an_allocation_is_named(cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     with pytest.raises(Refusal, match=r"wants 3 GPUs and this machine has 2 that \$CUDA_VISIBLE_DEVICES=0,3 leaves"):
@@ -180,18 +212,22 @@ def test_names_of_ray_and_slurm_have_places_too(cards: list[Card], slices: tuple
         pci_addresses(["7"])
 
 
-def test_a_gpu_that_a_control_group_hides_does_not_count(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+def hide_the_first(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(index: int) -> Card:
         if index == 0:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
         return cards[index]
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+
+
+def test_a_gpu_that_a_control_group_hides_does_not_count(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_the_first(cards, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert visible_gpus() == ("GPU-bb", "GPU-dd")
 
 
-@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_UNKNOWN])
+@pytest.mark.parametrize("code", [pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED])
 @pytest.mark.parametrize("call", ["HandleByIndex", "UUID", "MigMode", "MemoryInfo"])
 def test_a_lost_gpu_leaves_the_others_their_positions(
     cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, code: int
@@ -206,7 +242,10 @@ def test_a_lost_gpu_leaves_the_others_their_positions(
     monkeypatch.setattr(pynvml, f"nvmlDeviceGet{call}", lost)
     inventory = read_gpus()
     assert inventory is not None
-    assert (inventory.lost, [gpu.uuid for gpu in inventory.gpus]) == ((0,), ["GPU-bb", "GPU-cc", "GPU-dd"])
+    assert inventory.lost == {0: str(pynvml.NVMLError(code))}
+    assert [gpu.uuid for gpu in inventory.gpus] == ["GPU-bb", "GPU-cc", "GPU-dd"] == list(visible_gpus())
+    with pytest.raises(Refusal, match=r"wants 4 GPUs and this machine has 3; GPU 0 does not answer \(.+\): lower"):
+        LocalPools(locks=tmp_path / "locks").check([PoolSpec("training", 4)])
     assert [finding.name for finding in devices.gpus(inventory)] == ["GPU 1", "GPU 2", "GPU 3", "GPU 0"]
     assert "NVLink to GPU 2" in devices.gpus(inventory)[2].found  # 2 and 3 are linked by NVLink
     monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-aa,GPU-dd")
@@ -216,10 +255,8 @@ def test_a_lost_gpu_leaves_the_others_their_positions(
         pools.acquire([PoolSpec("training", 1)], Owner("other", tmp_path))
     pools.release("run")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
-    assert visible_gpus()[-1] == "GPU-cc"
-    if call in ("HandleByIndex", "UUID"):
-        assert visible_gpus() == ("GPU-cc",)
-        assert named_by_position(["GPU-dd"]) == {}
+    assert visible_gpus() == ("GPU-cc",)
+    assert named_by_position(["GPU-dd"]) == {}
 
 
 def test_where_all_gpus_are_lost_nothing_is_leased(
@@ -233,6 +270,21 @@ def test_where_all_gpus_are_lost_nothing_is_leased(
         LocalPools(("GPU-aa",), tmp_path).acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
 
 
+def test_a_driver_that_does_not_fit_its_kernel_module_is_named_where_gpus_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def mismatch() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", mismatch)
+    for permitted in ("", "GPU-aa"):
+        monkeypatch.setenv("DRAFTSMITH_GPUS", permitted)
+        pools = LocalPools(locks=tmp_path / "locks")
+        pools.acquire([PoolSpec("training", 0)], Owner("on the CPU", tmp_path))
+        with pytest.raises(Refusal, match=r"GPUs do not answer \(.*mismatch\.\).*upgrade of NVIDIA's driver"):
+            pools.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+
+
 def test_slices_are_leased_in_place_of_their_gpu(
     cards: list[Card], slices: tuple[Card, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -240,6 +292,10 @@ def test_slices_are_leased_in_place_of_their_gpu(
     found = read_gpus()
     assert found is not None
     assert "MIG is on: 3 slices can be leased, each by one process" in devices.gpus(found)[0].found
+    for variable in ("CUDA_VISIBLE_DEVICES", "DRAFTSMITH_GPUS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0")
+            assert LocalPools().gpus == ("MIG-11", "MIG-22", "MIG-33")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-11,MIG-2,MIG-33")
     pools = LocalPools(locks=tmp_path / "locks")
     (pool,) = pools.acquire([PoolSpec("inference", 2, parts=2)], Owner("run", tmp_path))
@@ -273,6 +329,34 @@ def test_memory_by_a_driver_that_knows_the_first_call_only(cards: list[Card], mo
     found = read_gpus()
     assert found is not None
     assert (found.gpus[0].held, found.gpus[0].reserved) == (None, 0)
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_machines(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_supported(_card: Card, version: int = 0) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", not_supported)
+    found = read_gpus()
+    assert found is not None
+    assert {gpu.total for gpu in found.gpus} == {memory()}
+    assert [gpu.held for gpu in found.gpus] == [None, "process 4000000 (29 GiB)", None, None]
+    assert found.gpus[0].free == memory()
+
+
+def test_a_divided_gpu_whose_memory_only_root_may_read(
+    cards: list[Card], slices: tuple[Card, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable = pynvml.nvmlDeviceGetMemoryInfo
+
+    def of_slices_only(card: Card, version: int = 0) -> object:
+        if card is cards[0]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return readable(card, version)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", of_slices_only)
+    found = read_gpus()
+    assert found is not None
+    assert (found.gpus[0].uuid, found.gpus[0].total) == ("GPU-aa", 3 * 80 * GIB)
 
 
 def test_whole_gpus_are_named_by_position(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:

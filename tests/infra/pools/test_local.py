@@ -56,8 +56,10 @@ def test_two_cpu_pools_of_a_run_divide_the_cores(tmp_path: Path, monkeypatch: py
     [
         (2, 2, None, "GPU-aa,GPU-bb"),
         (2, 2, 1, "GPU-bb"),
-        (4, 2, 1, "GPU-bb,GPU-dd"),
+        (4, 2, 0, "GPU-aa,GPU-bb"),  # neighbours, which have NVLink bridges and the NUMA node in common
+        (4, 2, 1, "GPU-cc,GPU-dd"),
         (1, 3, 2, "GPU-aa"),
+        (2, 4, 2, "GPU-bb"),
     ],
 )
 def test_gpus_are_bound(tmp_path: Path, gpus: int, processes: int, index: int | None, expected: str) -> None:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ class Driver:
             "DeviceGetHandleByIndex": lambda index: GPUS[index],
             "DeviceGetUUID": lambda gpu: gpu,
             "DeviceGetMigMode": lambda _gpu: (0, 0),
+            "DeviceGetMemoryInfo": lambda _gpu, **_version: SimpleNamespace(),
             "DeviceGetUtilizationRates": self.rates,
         }
         for name, answer in answers.items():
@@ -66,6 +68,25 @@ def test_one_line_for_each_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (path,) = folder.gpu_use.iterdir()
     assert path.name.startswith("training-")
     assert len(read_objects(path)) >= 5
+
+
+def test_nothing_is_written_while_only_gpus_of_others_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, driver = RunFolder(tmp_path), Driver([(50, 50)], False, monkeypatch)
+    looks, failed = count(), list[threading.ExceptHookArgs]()
+
+    def look() -> None:
+        if next(looks) == 3:
+            driver.over.set()
+
+    def fail(error: threading.ExceptHookArgs) -> None:
+        failed.append(error)
+        driver.over.set()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", look)
+    monkeypatch.setattr(threading, "excepthook", fail)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-lost")
+    measure(folder, driver, 0.0)
+    assert (failed, gpu_use(folder)) == ([], {})
 
 
 def test_nothing_is_written_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def test_a_restarted_server_whose_host_is_gone_is_restarted(
     monkeypatch.setattr(socket, "create_connection", connect)
     assert failure_at(own.url).kind == "unreachable"
     assert failure_at(other.url, has_restart=True).kind == "failing", "one at a time, where all names are lost"
-    fleet = Fleet(world.config(servers=(other,), unhealthy_s=0.001), world.said.append)
+    fleet = Fleet(world.config(servers=(other,), unhealthy_s=1e-9), world.said.append)
     state = RolloutState(target=NO_DRAFT, stable=NO_DRAFT)
     conditions = [fleet.look(state)[0].seen.condition for _ in range(2)]
     assert conditions == ["starting", "down"]

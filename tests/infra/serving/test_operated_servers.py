@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from infra.serving.config import ServerConfig
+from infra.serving.control import control_of
 from infra.serving.follower import Follower
+from infra.serving.rollout import MAX_FAILURES
 from tests.infra.serving.serving_world import SETTLED_S, STAND_IN, ServingWorld, serving_world, with_options
 
 
@@ -61,6 +63,43 @@ def test_a_command_that_forgets_the_arguments_is_not_run_again_and_again(world: 
     world.settle(world.follower())
     assert world.running() == [version]
     assert world.champion() == version
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_program_that_is_away_for_a_while_ends_neither_the_follower_nor_the_trial(
+    world: ServingWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the servers' environment is replaced: what runs goes on, and the new version is not to blame."""
+    monkeypatch.setattr("infra.serving.fleet.BACKOFF_S", 0.01)
+    program, away = world.folder / "program", world.folder / "away"
+    program.write_text('#!/bin/sh\nexec "$@"\n')
+    program.chmod(0o755)
+    servers = tuple(one.model_copy(update={"command": f"{program} {one.command}"}) for one in world.config().servers)
+    world.promote(before := world.register(2.0))
+    follower = world.follower(servers=servers)
+    world.settle(follower)
+    world.promote(version := world.register(2.5))
+    program.rename(away)
+    rounds_until(follower, lambda: sum("cannot be started" in line for line in world.said) > MAX_FAILURES)
+    assert world.running() == [None, before]
+    assert world.champion() == version
+    away.rename(program)
+    world.settle(follower)
+    assert world.running() == [version] * 2
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_starts_that_fail_leave_the_log_of_what_died_before(world: ServingWorld) -> None:
+    (server,) = world.config().servers
+    control = control_of(server.model_copy(update={"command": f"sh -c 'cat {world.folder}/output'"}), world.config())
+    log = world.folder / "served" / "logs" / f"{server.name}.log"
+    for output in ("the crash", "no start", "no start either"):
+        (world.folder / "output").write_text(output)
+        control.start(())
+        deadline = time.monotonic() + SETTLED_S
+        while control.age() is not None:
+            assert time.monotonic() < deadline
+    assert "the crash" in log.read_text()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Who is to blame for a failed capture: only what a healthy engine cannot capture counts against a sample."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,10 @@ from torch import Tensor
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleProgress
+from infra.records.drafts import CapturePrecision
 from models.capture.engine import Captured, EngineError
-from models.capture.generator import Generator
+from models.capture.generator import Generator, main
+from models.capture.heldout import read_heldout
 from models.capture.plain_engine import PlainEngine
 from models.run import PreparedRun
 from models.targets.hidden_states import HiddenStates
@@ -170,3 +173,22 @@ def test_captures_that_ended_together_are_published_at_once_whatever_happened_to
     assert len(commits) == 1
     assert (generator.ledger.progress().leased, generator.ledger.progress().ready) == (1, 2)
     assert set(generator.transport.keys()) == {generator.ledger.key(lease) for lease in leases[2:]}
+
+
+def test_any_generator_leaves_what_trainer_and_export_read(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first one's device may be broken, and then it is never ready."""
+    folder = make_run("run", *SMALL, "training.heldout_steps=1", "training.heldout_prompts=2", "generator.count=2")
+    run = opened(folder)
+    with run.open_ledger() as ledger, ledger.write() as (rows, _):
+        rows.update_run(finished=True)
+    monkeypatch.setattr("sys.argv", ["generator", str(folder.path), "--index", "1"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "generator 1 ready" in capsys.readouterr().out
+    assert CapturePrecision.read(folder.precision) == PlainEngine(run).precision()
+    assert read_heldout(folder.heldout)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,35 @@ def test_float32_is_refused_for_sglang_on_gpus_unless_a_backend_takes_it() -> No
     load_recipe(TINY, ["generator.engine=sglang"])
 
 
+LAYER = "num_heads: 6, num_kv_heads: 3, head_dim: 32, intermediate_size: 64"
+
+
+@pytest.mark.parametrize(
+    ("draft", "most"),
+    [
+        ("method: dflash", 17), ("method: dflash, sample_from_anchor: true", 16), ("method: dflash2", 17),
+        ("method: domino", 17), ("method: dspark", 16),
+    ],
+)  # fmt: skip
+def test_a_block_proposes_no_more_than_is_measured(draft: str, most: int) -> None:
+    def load(size: int) -> RunConfig:
+        return load_recipe(TINY, [f"draft={{{draft}, {LAYER}, block_size: {size}}}"])
+
+    assert load(most).benchmark.lookahead == 16
+    with pytest.raises(Refusal, match=r"draft(\.|: draft\.)block_size") as refused:
+        load(most + 1)
+    assert "benchmark.lookahead:" not in str(refused.value)
+
+
+def test_recomputing_is_refused_where_nothing_is_recomputed() -> None:
+    for draft in (f"{{method: dflash, {LAYER}}}", "{method: medusa}"):
+        with pytest.raises(Refusal, match=r"training\.recompute: drafts of .* leave it out"):
+            load_recipe(TINY, [f"draft={draft}", "training.recompute=true"])
+    load_recipe(TINY, ["training.recompute=true"])
+    mtp = [f"draft={{method: mtp, family: mimo, {LAYER}}}", "target.aux_layer_ids=[]"]
+    load_recipe(TINY, [*mtp, "training.recompute=true"])
+
+
 def test_the_gate_s_loads_are_timed_ones() -> None:
     loads = "promotion.traffic.loads=[1, 8]"
     with pytest.raises(Refusal, match=r"promotion\.traffic\.loads \[8\] must be among benchmark\.loads \[1, 4, 16\]"):
@@ -130,6 +160,26 @@ def test_machines_of_a_generator(overrides: list[str], message: str) -> None:
     assert generator_spec(config.pools, 2) == PoolSpec("inference", 8, parts=2)
     with pytest.raises(Refusal, match=message):
         load_recipe(TINY, [*cluster, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "message"),
+    [
+        (5, ["generator.count=2"], "inference_gpus=5, .*count=2: .*make inference_gpus 2, 4 or another multiple"),
+        (1, ["generator.count=4"], r"make inference_gpus 4, 8 or another multiple of 4, or lower count"),
+        (4, ["generator={count: 4, sglang: {tensor_parallel: 2}}"], r"wants 2 GPUs .* 1 times .* 2\), .* has 1 GPU "),
+        (4, ["generator={count: 4, sglang: {data_parallel: 2}}"], r"wants 2 GPUs .* 2 times .* 1\), .* has 1 GPU "),
+        (8, ["generator.sglang={data_parallel: 2, tensor_parallel: 8}"], "wants 16 GPUs .* has 8 GPUs "),
+        (8, ["generator.sglang={data_parallel: 2, tensor_parallel: 2}", "generator.count=2"], None),
+        (0, ["generator.count=4", "generator.sglang.tensor_parallel=2"], None),
+    ],
+)
+def test_a_generator_is_given_what_its_server_is_started_with(
+    gpus: int, overrides: list[str], message: str | None
+) -> None:
+    half = ["generator.engine=sglang", "generator.compute_dtype=bfloat16", "benchmark.compute_dtype=bfloat16"]
+    with pytest.raises(Refusal, match=message) if message else nullcontext():
+        load_recipe(TINY, [f"pools.inference_gpus={gpus}", *overrides, *half])
 
 
 def test_what_the_target_generates_keeps_its_reasoning() -> None:

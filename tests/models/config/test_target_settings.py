@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from infra.refusal import Refusal
+from models.config.draft import METHODS
+from models.config.draft_base import LayerShape
 from models.config.eagle3 import Eagle3Config
-from models.config.recipe import RunConfig, load_recipe
+from models.config.medusa import MedusaConfig
+from models.config.recipe import RunConfig, load_recipe, read_config
 from models.config.target import TargetConfig
-from models.config.target_settings import read_shape
+from models.config.target_settings import completed, read_shape
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 32, "vocab_size": 128_256,
@@ -68,6 +71,59 @@ def test_other_methods_need_no_sizes_either(recipe_for, method: str) -> None:
     config = recipe_for(LLAMA, f"draft.method={method}")
     assert config.draft.method == method
     assert config.draft.vocabulary_size(128_256) == (128_256 if method == "dflash" else 32_000)
+
+
+SIZES = (
+    "target.aux_layer_ids=[1]", "draft.num_heads=4", "draft.num_kv_heads=2", "draft.head_dim=8",
+    "draft.intermediate_size=32",
+)  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768}
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_positions_are_the_targets_where_a_recipe_gives_all_sizes(recipe_for, tmp_path: Path, method: str) -> None:
+    config = recipe_for(LLAMA | {"rope_theta": 1e6, "rope_scaling": YARN}, *SIZES, f"draft.method={method}")
+    draft = config.draft
+    assert isinstance(draft, LayerShape)
+    assert (draft.num_heads, draft.rope_theta, draft.rms_norm_eps) == (4, 1e6, 1e-6)
+    assert draft.rope_scaling is not None
+    assert draft.rope_scaling.parameters().items() >= YARN.items()
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    (tmp_path / "target" / "config.json").unlink()
+    assert read_config(tmp_path / "config.json") == config, "a resumed run keeps what it began with"
+
+
+def test_positions_that_a_recipe_gives_are_its_own(recipe_for, tmp_path: Path) -> None:
+    own = eagle3(recipe_for(LLAMA, *SIZES, "draft.rope_theta=500"))
+    assert own.rope_scaling is not None
+    assert (own.rope_theta, own.rope_scaling.factor) == (500, 8.0)
+    assert eagle3(recipe_for(LLAMA, *SIZES, "draft.rope_scaling=null")).rope_scaling is None
+    axes = eagle3(recipe_for(LLAMA, *SIZES, "draft.mrope_section=[2, 1, 1]"))
+    assert (axes.rope_theta, axes.rope_scaling) == (500_000.0, None)
+    (tmp_path / "target" / "config.json").unlink()
+    whole = [*SIZES, "draft.rope_theta=500", "draft.rope_scaling=null"]
+    assert eagle3(load_recipe(tmp_path / "three.yaml", whole)).rope_theta == 500, "the target is not read"
+
+
+class HeadsConfig(MedusaConfig):
+    """A method without decoder layers."""
+
+
+class PlainLayersConfig(LayerShape):
+    """A method of decoder layers and nothing else."""
+
+
+def test_a_further_method_gets_the_settings_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "heads", HeadsConfig)
+    monkeypatch.setitem(METHODS, "plain", PlainLayersConfig)
+    (tmp_path / "config.json").write_text(json.dumps(TEXT | {"model_type": "gemma3_text", "rope_theta": 1e6}))
+    tree = {"name": "x", "target": {"name": str(tmp_path)}}
+    assert completed(tree | {"draft": {"method": "heads"}})["draft"] == {"method": "heads"}
+    plain = completed(tree | {"draft": {"method": "plain", "head_dim": 8}})["draft"]
+    assert plain == {
+        "method": "plain", "num_heads": 8, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 896,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e6, "rope_scaling": None,
+    }  # fmt: skip
 
 
 def test_prompts_are_no_longer_than_samples_and_short_in_plain_text(recipe_for) -> None:
@@ -168,8 +224,9 @@ def test_a_target_that_cannot_be_read_is_refused_with_the_remedy(recipe_for, tmp
     silent = {key: value for key, value in LLAMA.items() if key != "num_attention_heads"}
     with pytest.raises(Refusal, match=r"does not say 'num_attention_heads': set target\.aux_layer_ids and draft\.num_"):
         recipe_for(silent)
-    with pytest.raises(Refusal, match="is not converted yet"):
-        recipe_for(LLAMA, "target={source: gguf-package, name: never-converted}")
+    package = "target={source: gguf-package, name: never-converted, aux_layer_ids: [1]}"
+    with pytest.raises(Refusal, match=r"is not converted yet.*sizes, rope_theta and rope_scaling, or run"):
+        recipe_for(LLAMA, package, *SIZES[1:])
     with pytest.raises(Refusal, match="neither a folder nor an id"):
         recipe_for(LLAMA, "target.name='no such/folder/anywhere'")
     (tmp_path / "target" / "config.json").unlink()
