@@ -108,7 +108,9 @@ class LayerShape(MethodConfig):
         description="Base of the rotary position embedding. Default in a recipe file: the target's.",
     )
     rope_scaling: RopeScaling | None = Field(
-        default=None, description="Scaling of that embedding; null: none. Default in a recipe file: the target's."
+        default=None,
+        description="Scaling of that embedding; null: none. Default in a recipe file: the target's, or none if the "
+        "recipe gives all sizes and `rope_theta`.",
     )
     partial_rotary_factor: float = Field(
         default=1.0, gt=0, le=1, description="Share of each head that is rotated; the rest of it has no position."

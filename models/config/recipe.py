@@ -71,11 +71,6 @@ class RunConfig(StrictConfig):
                 f"target.aux_layer_ids {list(ids)}: drafts of {self.draft.title} read "
                 + ("target layers, name at least one" if self.draft.reads_layers else "none, set it to []")
             )
-        if self.training.recompute and not self.draft.recomputes:
-            raise Refusal(
-                f"training.recompute: drafts of {self.draft.title} recompute nothing, so leave it out; if memory is "
-                "short, raise training.micro_batches or lower data.max_tokens"
-            )
         if self.plan.target is not None:
             check_layers(ids, self.plan.target.num_layers)
         if self.benchmark.lookahead > self.benchmark.max_lookahead:
@@ -264,7 +259,14 @@ def load_recipe(path: Path, overrides: list[str] | None = None) -> RunConfig:
 
 def as_recipe(tree: dict[str, Any], place: str) -> RunConfig:
     """The recipe with what it leaves to target and devices. Raises Refusal, naming `place`, if it is not valid."""
-    return _validated(with_fast_arithmetic(with_all_gpus_used(completed(tree))), place)
+    config = _validated(with_fast_arithmetic(with_all_gpus_used(completed(tree))), place)
+    # Not of a run: earlier versions took it, and it had no effect.
+    if config.training.recompute and not config.draft.recomputes:
+        raise Refusal(
+            f"{place}: training.recompute: drafts of {config.draft.title} recompute nothing, so leave it out; if "
+            "memory is short, raise training.micro_batches or lower data.max_tokens"
+        )
+    return config
 
 
 def _validated(tree: Any, place: str, remedy: str = "") -> RunConfig:

@@ -29,15 +29,18 @@ def check_machines(pools: PoolsConfig, training: TrainingConfig, generator: Gene
 
 
 def _check_share(gpus: int, generator: GeneratorConfig) -> None:
-    """Refuse generators with different numbers of GPUs, and servers that want more than a generator has."""
+    """Refuse targets divided among different numbers of GPUs, and servers that want more than a generator has.
+
+    Where there are more generators than GPUs, several have the same one.
+    """
     count, sglang = generator.count, generator.sglang
-    if gpus % count:
+    if sglang.tensor_parallel is None and gpus >= count and gpus % count:
         raise Refusal(
             f"pools.inference_gpus={gpus}, generator.count={count}: SGLang divides the target among the GPUs of a "
             f"generator, and each has equally many: make inference_gpus {count}, {2 * count} or another multiple of "
             f"{count}, or lower count"
         )
-    share, copies = gpus // count, sglang.data_parallel
+    share, copies = max(1, gpus // count), sglang.data_parallel
     ranks = sglang.tensor_parallel or max(1, share // copies)
     if copies * ranks > share:
         raise Refusal(

@@ -53,7 +53,7 @@ def read_settings(target: TargetConfig, hint: str = "") -> Tree:
 
 def _config_file(target: TargetConfig, hint: str = "") -> Path:
     """`hint`: another remedy, of a caller that wants no more than a part."""
-    return _converted(target.name) if target.source == "gguf-package" else _huggingface(target, hint)
+    return _converted(target.name, hint) if target.source == "gguf-package" else _huggingface(target, hint)
 
 
 def read_shape(target: TargetConfig) -> TargetShape:
@@ -74,13 +74,12 @@ def read_shape(target: TargetConfig) -> TargetShape:
         ) from error
 
 
-def _converted(package: str) -> Path:
+def _converted(package: str, hint: str) -> Path:
     found = sorted((cache_folder() / "targets").glob(f"{package}-*/config.json"))
     if not found:
         raise Refusal(
-            f"{package} is not converted yet, so its shape is not known: give it by plan.target, with "
-            "target.aux_layer_ids and the draft's sizes, rope_theta and rope_scaling, or run a recipe that has them "
-            "once"
+            f"{package} is not converted yet, so its config.json is not known: run a recipe that has "
+            f"target.aux_layer_ids, the draft's sizes and draft.rope_theta, as recipes/quickstart.yaml, once{hint}"
         )
     return found[-1]
 
@@ -100,7 +99,8 @@ def _huggingface(target: TargetConfig, hint: str) -> Path:
         with hub_refusals("target.name", target.name, target.revision, hint, offline):
             return _from_hub(target.name, "config.json", target.revision)
     except HFValidationError as error:
-        raise Refusal(f"target.name {target.name!r} is neither a folder nor an id of the Hub: correct it") from error
+        reason = f"target.name {target.name!r} is neither a folder nor an id of the Hub"
+        raise Refusal(f"{reason}: correct it{hint}") from error
 
 
 def _from_hub(repository: str, name: str, revision: str | None) -> Path:
@@ -139,8 +139,6 @@ def _modelopt_file(target: TargetConfig, config: Path) -> Path | None:
 
 LATENT_FIELDS = tuple(LatentAttention.model_fields)
 LAYER_FIELDS = ("num_heads", "num_kv_heads", "head_dim", "intermediate_size")
-POSITION_FIELDS = ("rope_theta", "rope_scaling")
-"""Their defaults are other positions than the target's, with which a draft trains without complaint."""
 
 
 def _of_method(draft: Tree) -> Tree:
@@ -166,19 +164,21 @@ def completed(tree: Tree) -> Tree:
         return tree  # validation says what is wrong
     draft = {"method": "eagle3"} | tree.get("draft", {})
     method = METHODS.get(str(draft["method"]), MethodConfig)
-    wanted, positions = (LAYER_FIELDS, POSITION_FIELDS) if issubclass(method, LayerShape) else ((), ())
+    has_layers = issubclass(method, LayerShape)
+    wanted = LAYER_FIELDS if has_layers else ()
     if draft["method"] == "mtp":
         wanted = (*LAYER_FIELDS, "family")
     if wanted and draft.get("mla") is not None:
         wanted = ("num_heads", "intermediate_size", "mla")
     target = tree["target"]
     has_sizes = "aux_layer_ids" in target and all(draft.get(name) not in (None, {}) for name in wanted)
-    if not (has_sizes and all(name in draft for name in positions)):
+    # The default is another base than the target's, with which a draft trains without complaint.
+    if not has_sizes or (has_layers and "rope_theta" not in draft):
         try:
             known = TargetConfig.model_validate(target | {"aux_layer_ids": [0]})
         except ValidationError:
             return tree
-        settings = read_settings(known, ", or set draft.rope_theta and draft.rope_scaling" if has_sizes else "")
+        settings = read_settings(known, ", or set draft.rope_theta (and draft.rope_scaling)" if has_sizes else "")
         text = settings.get("text_config") or settings
         try:
             if has_sizes:
@@ -190,7 +190,8 @@ def completed(tree: Tree) -> Tree:
         except (KeyError, TypeError) as error:
             raise Refusal(
                 f"the config.json of {target['name']} does not say {error}: set target.aux_layer_ids and "
-                f"{', '.join(f'draft.{name}' for name in (*wanted, *positions))} in the recipe"
+                f"{', '.join(f'draft.{name}' for name in (*wanted, *(['rope_theta'] if has_layers else [])))} in the "
+                "recipe"
             ) from error
     tree = tree | {"target": target, "draft": draft}
     if _is_section(tree, "benchmark"):

@@ -166,7 +166,9 @@ def test_machines_of_a_generator(overrides: list[str], message: str) -> None:
     ("gpus", "overrides", "message"),
     [
         (5, ["generator.count=2"], "inference_gpus=5, .*count=2: .*make inference_gpus 2, 4 or another multiple"),
-        (1, ["generator.count=4"], r"make inference_gpus 4, 8 or another multiple of 4, or lower count"),
+        (1, ["generator.count=4"], None),  # which share it
+        (3, ["generator.count=2", "generator.sglang.tensor_parallel=1"], None),
+        (3, ["generator={count: 2, sglang: {tensor_parallel: 1, data_parallel: 2}}"], "wants 2 GPUs .* has 1 GPU "),
         (4, ["generator={count: 4, sglang: {tensor_parallel: 2}}"], r"wants 2 GPUs .* 1 times .* 2\), .* has 1 GPU "),
         (4, ["generator={count: 4, sglang: {data_parallel: 2}}"], r"wants 2 GPUs .* 2 times .* 1\), .* has 1 GPU "),
         (8, ["generator.sglang={data_parallel: 2, tensor_parallel: 8}"], "wants 16 GPUs .* has 8 GPUs "),

@@ -95,13 +95,12 @@ def test_positions_are_the_targets_where_a_recipe_gives_all_sizes(recipe_for, tm
 
 def test_positions_that_a_recipe_gives_are_its_own(recipe_for, tmp_path: Path) -> None:
     own = eagle3(recipe_for(LLAMA, *SIZES, "draft.rope_theta=500"))
-    assert own.rope_scaling is not None
-    assert (own.rope_theta, own.rope_scaling.factor) == (500, 8.0)
+    assert (own.rope_theta, own.rope_scaling) == (500, None)
     assert eagle3(recipe_for(LLAMA, *SIZES, "draft.rope_scaling=null")).rope_scaling is None
     axes = eagle3(recipe_for(LLAMA, *SIZES, "draft.mrope_section=[2, 1, 1]"))
     assert (axes.rope_theta, axes.rope_scaling) == (500_000.0, None)
     (tmp_path / "target" / "config.json").unlink()
-    whole = [*SIZES, "draft.rope_theta=500", "draft.rope_scaling=null"]
+    whole = [*SIZES, "draft.rope_theta=500"]
     assert eagle3(load_recipe(tmp_path / "three.yaml", whole)).rope_theta == 500, "the target is not read"
 
 
@@ -225,7 +224,7 @@ def test_a_target_that_cannot_be_read_is_refused_with_the_remedy(recipe_for, tmp
     with pytest.raises(Refusal, match=r"does not say 'num_attention_heads': set target\.aux_layer_ids and draft\.num_"):
         recipe_for(silent)
     package = "target={source: gguf-package, name: never-converted, aux_layer_ids: [1]}"
-    with pytest.raises(Refusal, match=r"is not converted yet.*sizes, rope_theta and rope_scaling, or run"):
+    with pytest.raises(Refusal, match=r"is not converted yet.*sizes and draft\.rope_theta, as recipes/quickstart"):
         recipe_for(LLAMA, package, *SIZES[1:])
     with pytest.raises(Refusal, match="neither a folder nor an id"):
         recipe_for(LLAMA, "target.name='no such/folder/anywhere'")
