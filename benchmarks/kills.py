@@ -36,7 +36,7 @@ from models.config.recipe import load_recipe
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "kills.json"
 GPUS = ("GPU-fake-a", "GPU-fake-b")
-"""What leases them computes on the CPU (tests/fake_gpu)."""
+"""What leases them computes on the CPU (tests/every_process)."""
 WAIT_S = 900.0
 POLL_S = 0.25
 STEPS, SAMPLES_PER_STEP = 240, 4

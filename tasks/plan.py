@@ -19,7 +19,7 @@ from infra.planner.refusals import refusals
 from infra.planner.shapes import TargetShape, read_target_shape
 from infra.planner.sharing import choose_sharing
 from infra.pools.gpus import Gpu, read_gpus
-from infra.pools.local import LocalPools
+from infra.pools.local import LocalPools, refuse_unknown_gpus
 from infra.pools.run_pools import pool_specs
 from infra.processes.control_groups import cores, memory
 from infra.quantities import figure, plural
@@ -46,14 +46,9 @@ SAMPLES = 100_000
 def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: SamplesRecord | None = None) -> Plan:
     """The plan of a recipe; of a run, with its target's and samples' own figures in place of those that are assumed.
 
-    Raises:
-        Refusal: the target's shape is not to be found out, with the remedy.
+    Raises Refusal where the target's shape is not to be found out, with the remedy.
     """
-    if target:
-        shape = read_target_shape(Path(target.path) / "config.json")
-    else:
-        shape = config.plan.target or read_shape(config.target)
-    plan = make_plan(_job(config, shape, samples))
+    plan = make_plan(_job(config, _shape(config, target), samples))
     mode, why = choose_sharing(config.pools, config.plan.gpus or len(LocalPools().gpus), plan)
     changes: dict[str, object] = {"sharing": mode, "sharing_why": why}
     if mode == "alternate":
@@ -63,6 +58,19 @@ def plan_recipe(config: RunConfig, target: TargetRecord | None = None, samples: 
         size = max(1, round_bytes(config.transport, runs_folder(), epoch_bytes, kept, plan.store_bytes))
         changes |= {"budget_bytes": size, "rounds": job.epochs * -(-epoch_bytes // size)}
     return make_plan(plan.job.model_copy(update=changes))
+
+
+def _shape(config: RunConfig, target: TargetRecord | None) -> TargetShape:
+    """The shape of a run's target, or plan.target where its `config.json` does not tell; of a recipe, plan.target."""
+    given = config.plan.target
+    if target is None:
+        return given or read_shape(config.target)
+    try:
+        return read_target_shape(Path(target.path) / "config.json")
+    except Refusal:
+        if given is None:
+            raise
+        return given
 
 
 def checked_plan(config: RunConfig) -> Plan:
@@ -97,10 +105,12 @@ def _check_copies(config: RunConfig) -> None:
 
 
 def check_gpus(config: RunConfig) -> None:
-    """Raise Refusal for more GPUs than this machine has, in the words of the lease, before anything is prepared.
+    """Raise Refusal for GPUs that this machine does not have, in the words of the lease, before anything is prepared.
 
     Nothing is checked on a machine without GPUs, or where the plan is for another one (plan.gpus, plan.device).
     """
+    if _leases_own_gpus(config) and config.plan.gpus is None and config.plan.device is None:
+        refuse_unknown_gpus()
     gpus = _planned_gpus(config)
     if not gpus:
         return
@@ -152,7 +162,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         generators=generator.count,
         devices_per_generator=per_generator,
         generator_machines=pools.machines_per_generator,
-        machine_devices=_machine_devices(config) if device.is_gpu else 0,
+        machine_devices=max(plan.gpus_per_machine, _own_gpus(config)) if device.is_gpu else 0,
         own_devices=_planned_gpus(config),
         serves=generator.engine == "sglang",
         quantizes=generator.sglang.quantization is not None and not target.bytes_per_weight,
@@ -184,14 +194,13 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     )
 
 
-def _machine_devices(config: RunConfig) -> int:
-    """GPUs of a machine."""
-    return max(config.plan.gpus_per_machine, _own_gpus(config))
-
-
 def _own_gpus(config: RunConfig) -> int:
     """GPUs of this machine, if it is the one that the pools are on."""
     return len(LocalPools().gpus) if config.pools.kind == "local" else 0
+
+
+def _leases_own_gpus(config: RunConfig) -> bool:
+    return config.pools.kind == "local" and bool(config.pools.inference_gpus or config.pools.training_gpus)
 
 
 def _planned_gpus(config: RunConfig) -> int:
@@ -254,15 +263,11 @@ def _answers(
         "memory bandwidth (plan.decode_share)"
     )
     return Answers(
-        prompt_tokens=max(1, mean_tokens - answer),
-        answer_tokens=answer,
-        copies=max(1, usable // group) if device.is_gpu else 1,
-        devices_per_copy=group,
-        most_requests=requests,
-        bandwidth_share=plan.decode_share,
-        memory_share=memory_share,
+        prompt_tokens=max(1, mean_tokens - answer), answer_tokens=answer,
+        copies=max(1, usable // group) if device.is_gpu else 1, devices_per_copy=group, most_requests=requests,
+        bandwidth_share=plan.decode_share, memory_share=memory_share,
         before=0.0 if prepared else config.data.answered_before,
-    )
+    )  # fmt: skip
 
 
 def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
@@ -271,10 +276,12 @@ def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
 
 
 def on_this_machine(config: RunConfig) -> RunConfig:
-    """The recipe with the GPUs of this machine in place of those that its plan assumes."""
-    gpus = _own_gpus(config)
+    """The recipe with this machine's GPUs in place of those its plan assumes. Raises Refusal if they do not answer."""
+    gpus, leases = _own_gpus(config), _leases_own_gpus(config)
+    if leases:
+        refuse_unknown_gpus()
     changes: dict[str, object] = {"gpus": gpus or None}
-    if gpus and read_gpus():
+    if gpus and (not leases or read_gpus()):
         changes |= {"device": None, "memory_gb": None}
     return config.model_copy(update={"plan": config.plan.model_copy(update=changes)})
 
@@ -292,7 +299,7 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
                 f"no GPUs: a core reaches {figure(changes['peak'][config.training_dtype] / 1e9)} GFLOP/s in "
                 f"{config.training_dtype} matrix products, measured on this machine (plan.peak_tflops)"
             )
-    elif own := _own_gpu():
+    elif pools.kind == "local" and (own := _own_gpu()):
         known = device_named(own.name)
         device, changes["memory_bytes"] = known or DEVICES["H100"], own.total
         unknown = "" if known else ", with the speed and price of an H100 (plan.peak_tflops, plan.price_per_hour)"

@@ -21,8 +21,10 @@ def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
     driver = f"driver {inventory.driver}, CUDA up to {inventory.cuda}"
     places = (place for place in range(len(inventory.gpus) + len(inventory.lost)) if place not in inventory.lost)
     working = [_judge_gpu(f"GPU {place}", gpu, driver) for place, gpu in zip(places, inventory.gpus, strict=True)]
-    lost = f"does not answer, {driver}"
-    return working + [judge(lost, note=True, name=f"GPU {place}", remedy=RESTART) for place in inventory.lost]
+    return working + [
+        judge(f"does not answer ({why}), {driver}", note=True, name=f"GPU {place}", remedy=RESTART)
+        for place, why in inventory.lost.items()
+    ]
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:

@@ -100,8 +100,10 @@ def _nvml() -> Iterator[list[Any]]:
 def _handle(index: int) -> Any:
     """A GPU's handle, or the error of one that cannot be used because it fell off the bus or needs a reset, say.
 
-    The error takes the handle's place, so that the positions of the others stay.
+    The error takes the handle's place, so that the positions of the others stay. Raises pynvml.NVMLError_NoPermission
+    for a GPU that a control group hides, which has no position.
     """
+    handle = None
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Some drivers hand out the handle of a GPU that answers nothing more.
@@ -109,9 +111,10 @@ def _handle(index: int) -> Any:
         for device in _slices(handle) or [handle]:
             _memory(device)
         return handle
-    except pynvml.NVMLError_NoPermission:  # pyright: ignore[reportAttributeAccessIssue]
-        raise
     except pynvml.NVMLError as error:
+        # Of a GPU that is there, only root may read some things, such as the memory where MIG is on without a slice.
+        if handle is None and error.value == pynvml.NVML_ERROR_NO_PERMISSION:  # pyright: ignore[reportAttributeAccessIssue]
+            raise
         return error
 
 

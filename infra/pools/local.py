@@ -53,7 +53,7 @@ class LocalPools:
         """Raises Refusal for more GPUs than this machine has, and for permitted ones that it does not have."""
         wanted = sum(spec.gpus for spec in specs)
         if wanted:
-            _refuse_unknown()
+            refuse_unknown_gpus()
         if wanted > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise Refusal(
@@ -73,8 +73,8 @@ class LocalPools:
                 runs = len(self.gpus) - len(locked) - len(foreign)
                 strangers = "".join(f"; {gpu} {why}" for gpu, why in foreign.items())
                 raise PoolBusyError(
-                    f"{in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs "
-                    f"now{strangers}"
+                    f"{in_words(specs)}; of this machine's {len(self.gpus)}, {runs} are held by other runs or "
+                    f"followers now{strangers}"
                 )
             left, pools = iter(locked.items()), []
             on_cores = max(1, sum(not spec.gpus for spec in specs))
@@ -123,12 +123,13 @@ def _own_gpus() -> tuple[str, ...]:
     return permitted if visible_devices() is None else tuple(gpu for gpu in visible_gpus() if gpu in permitted)
 
 
-def _refuse_unknown() -> None:
+def refuse_unknown_gpus() -> None:
+    """Raise Refusal for names in $DRAFTSMITH_GPUS that belong to no GPU of this machine, or to several."""
     names = permitted_gpus()
     unknown = [name for name, gpus in named_gpus(names).items() if not gpus] if names else []
     if unknown:
         raise Refusal(
-            f"$DRAFTSMITH_GPUS: {', '.join(unknown)} is the name of no GPU of this machine, or of several: write UUIDs "
+            f"$DRAFTSMITH_GPUS: {', '.join(unknown)}: no GPU of this machine has this name, or several do: write UUIDs "
             "as `nvidia-smi -L` shows them"
         )
 

@@ -7,6 +7,7 @@ that was killed finds its servers again, those that were not listening yet among
 import hashlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -64,6 +65,11 @@ class OwnServer:
 
     def swapped(self, arguments: Sequence[str]) -> None:
         """It runs as if it had been started with these: nothing to keep, its next start is given its arguments."""
+
+    def missing_program(self) -> str | None:
+        """The program of its command, if it is not found."""
+        program = self._command[0]
+        return None if shutil.which(program, path=tools_environment(program).get("PATH")) else program
 
     def start(self, arguments: Sequence[str]) -> None:
         """Start it with the draft's arguments; it may take minutes until it is healthy."""

@@ -46,6 +46,7 @@ class Fleet:
         self.controls: dict[str, ServerControl] = {server.url: control_of(server, config) for server in config.servers}
         self.clients = {url: ServerClient(url) for url in self.urls}
         self.gpus = ServerGpus(config.servers, say)
+        self.gpus.take()  # the first look comes after a download, which may take minutes
         self._failures = dict.fromkeys(self.urls, 0)
         self._due = dict.fromkeys(self.urls, 0.0)
         self._unhealthy: dict[str, float] = {}
@@ -60,6 +61,8 @@ class Fleet:
         """The same when this process had the server started."""
         self._held: set[str] = set()
         """Servers whose replacement waits for others; said once."""
+        self._programless: set[str] = set()
+        """Servers that are not replaced while their program is missing; said once."""
         self._counters: dict[str, tuple[str, Counters]] = {}
         """Start and counters of each server when its traffic was asked for last."""
         self._told: dict[str, float] = {}
@@ -213,6 +216,26 @@ class Fleet:
 
     def _down(self, url: str) -> Condition:
         return "down" if self._is_due(url) and self.gpus.can_start(url) else "waiting"
+
+    def wanted_now(self, seen: Sequence[SeenServer], wanted: Sequence[int]) -> list[int]:
+        """What each server is to run for now: a healthy one that could not be started again serves on as it is.
+
+        So it is not stopped, is sent no weights, after which it may have to be restarted, and no other waits for it.
+        """
+        return [
+            one.version if one.condition == "healthy" and one.version != version and self._stays(one.url) else version
+            for one, version in zip(seen, wanted, strict=True)
+        ]
+
+    def _stays(self, url: str) -> bool:
+        control = self.controls[url]
+        program = control.missing_program() if isinstance(control, OwnServer) else None
+        if program is None:
+            self._programless.discard(url)
+        elif url not in self._programless:
+            self._programless.add(url)
+            self._say(f"{url} is not replaced, because {program} is not found: install it, or correct `command`")
+        return program is not None or not self.gpus.can_start(url)
 
     def _is_due(self, url: str) -> bool:
         return time.monotonic() >= self._due[url]

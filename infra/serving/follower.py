@@ -318,9 +318,9 @@ class Follower:
         """Start and stop what is next; returns whether all is as the registry wants it."""
         wanted = self._wanted(looks)
         seen = [self._as_started(look.seen, version, look.report) for look, version in zip(looks, wanted, strict=True)]
-        for step in next_steps(seen, wanted, self._config.healthy_others):
+        for step in next_steps(seen, self._fleet.wanted_now(seen, wanted), self._config.healthy_others):
             if step.kind == "stop":
-                if self._swap(step, looks) or not self._fleet.gpus.can_start(step.url):
+                if self._swap(step, looks):
                     continue
                 self._print(f"{step.url} is replaced, to run {in_words(step.version)}")
                 self._keep(self.state.model_copy(update={"stopped": {**self.state.stopped, step.url: time.time()}}))

@@ -42,11 +42,15 @@ class ServerGpus:
         return url not in self._leased
 
     def _not_taken(self, url: str, names: Sequence[str]) -> Iterator[str]:
-        for name, gpus in named_gpus(names).items():
+        gpus = named_gpus(names)  # without those that may be hidden from this process
+        for name in names:
             # A position that stands for itself is that of a lost GPU, or no driver answers.
-            uuids = [gpu for gpu in gpus if not gpu.isdecimal()]
+            uuids = [gpu for gpu in gpus.get(name, ()) if not gpu.isdecimal()]
             if not uuids:
-                self._once(f"{url}: no GPU of this machine answers to {name}: correct `gpus`, or see nvidia-smi")
+                self._once(
+                    f"{url}: no GPU that this process sees answers to {name}, so none is kept from runs: correct "
+                    "`gpus`, or see nvidia-smi"
+                )
             taken = [uuid for uuid in uuids if self._lock(url, uuid)]
             if len(taken) < max(1, len(uuids)):
                 yield name

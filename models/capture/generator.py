@@ -208,7 +208,7 @@ def main() -> None:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
         generator.check_canaries()
-        # Every generator leaves both before its first capture: the device of another may be broken.
+        # Not generator 0 alone, whose device may be broken. While one makes the texts, the others go on without them.
         write_atomically(run.folder.precision, engine.precision())
         make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 
-from infra.files.atomic import write_atomically
+from infra.files.atomic import replacing, sync_file
 from infra.files.locks import LockHeldError, hold
 from models.capture.engine import CaptureEngine, Continued
 from models.data.media import Prompt
@@ -57,7 +57,10 @@ def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
         named = {"embedded": text.embedded, "places": text.places}
         tensors |= {f"{name}.{index}": rows.contiguous() for name, rows in named.items() if rows is not None}
     tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
-    write_atomically(path, save(tensors, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)}))
+    # By its name: `save` would take the size of the file twice in memory.
+    with replacing(path) as file:
+        save_file(tensors, file.name, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
+        sync_file(Path(file.name))  # not the file that was opened: save_file replaces it
 
 
 def read_heldout(path: Path) -> list[Continued] | None:

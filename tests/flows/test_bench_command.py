@@ -60,7 +60,7 @@ def test_a_bench_holds_the_gpus_that_it_computes_on(
 
 def test_a_bench_takes_no_gpu_that_a_run_holds(machine: LocalPools, tmp_path: Path) -> None:
     machine.acquire([PoolSpec("training", len(GPUS))], Owner("run", tmp_path))
-    with pytest.raises(Refusal, match=r"2 are held by other runs now; wait .* CPU \(CUDA_VISIBLE_DEVICES=\)"):
+    with pytest.raises(Refusal, match=r"2 are held by other runs or followers now; .* CPU \(CUDA_VISIBLE_DEVICES=\)"):
         bench()
     machine.release("run")
 

@@ -54,6 +54,12 @@ def test_a_run_is_planned_with_its_own_target(target: TargetRecord, samples: Sam
     assert plan_recipe(config).job.target == config.plan.target
     planned = plan_recipe(on_this_machine(config), target, samples).job.target
     assert (planned.hidden_size, planned.num_layers) == (768, 4)
+    # The shape of this one can only be given.
+    (Path(target.path) / "config.json").write_text('{"model_type": "falcon_mamba", "hidden_size": 768}')
+    assert plan_recipe(config, target, samples).job.target == config.plan.target
+    unknown = config.model_copy(update={"plan": config.plan.model_copy(update={"target": None})})
+    with pytest.raises(Refusal, match=r"give the target's shape by plan\.target"):
+        plan_recipe(unknown, target, samples)
 
 
 def test_gpus_that_do_not_divide_the_target_are_refused_whatever_shape_is_assumed(target: TargetRecord) -> None:

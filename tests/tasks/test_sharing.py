@@ -199,6 +199,32 @@ def test_more_gpus_than_this_machine_has_are_refused_by_the_plan(
     check_gpus(recipe)
 
 
+def test_mistyped_names_of_gpus_are_refused_by_the_plan(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("NVIDIA GeForce RTX 4090", 1, 24)
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-mistyped")
+    recipe = load_recipe(RECIPES / "one-gpu-24gb.yaml")
+    own = recipe.model_copy(update={"plan": recipe.plan.model_copy(update={"gpus": None, "device": None})})
+    with pytest.raises(Refusal, match="GPU-mistyped: no GPU of this machine has this name"):
+        check_gpus(own)
+    with pytest.raises(Refusal, match="GPU-mistyped: no GPU of this machine has this name"):
+        check_gpus(on_this_machine(recipe))
+    check_gpus(recipe)  # planned for another machine
+    check_gpus(on_this_machine(load_recipe(RECIPES / "tiny.yaml")))
+
+
+def test_a_broken_driver_stops_only_what_uses_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mismatch() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", mismatch)
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "0")
+    assert on_this_machine(load_recipe(RECIPES / "tiny.yaml")).plan.device is None
+    with pytest.raises(Refusal, match="this machine's GPUs do not answer"):
+        on_this_machine(load_recipe(ONE))
+    given = ["plan.gpus=null", "plan.device=null", "pools.kind=slurm", "transport.kind=mooncake"]
+    assert "assumed (plan.device)" in plan_recipe(load_recipe(RECIPES / "two-gpus.yaml", given)).job.assumptions[0]
+
+
 def test_a_run_that_wants_more_gpus_ends_when_it_is_planned(
     machine: Machine, run: OpenRun, samples: SamplesRecord
 ) -> None:

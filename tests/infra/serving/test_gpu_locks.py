@@ -13,6 +13,7 @@ from infra.files.locks import LockHeldError, hold
 from infra.serving.config import ServerConfig
 from infra.serving.gpu_locks import ServerGpus
 from tests.infra.serving.serving_world import ServingWorld, serving_world
+from tests.infra.serving.test_operated_servers import rounds_until
 
 URL = "http://127.0.0.1:30000"
 GPUS = ("GPU-aa", "GPU-bb", "GPU-cc")
@@ -37,13 +38,20 @@ def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def world(path_in_memory: Path, registry_in_memory: str) -> Iterator[ServingWorld]:
-    with serving_world(path_in_memory, registry_in_memory, 1) as world:
+def world(path_in_memory: Path, registry_in_memory: str, request: pytest.FixtureRequest) -> Iterator[ServingWorld]:
+    with serving_world(path_in_memory, registry_in_memory, getattr(request, "param", 1)) as world:
         yield world
 
 
 def server(*gpus: int | str) -> ServerConfig:
     return ServerConfig(url=URL, command="sglang", gpus=gpus)
+
+
+def unknown(name: int | str) -> str:
+    return (
+        f"{URL}: no GPU that this process sees answers to {name}, so none is kept from runs: correct `gpus`, or see "
+        "nvidia-smi"
+    )
 
 
 def is_locked(locks: Path, gpu: str) -> bool:
@@ -64,9 +72,26 @@ def test_the_gpus_that_servers_name_are_locked(locks: Path, names: tuple[int | s
     gpus.take()
     gpus.take()
     assert {gpu for gpu in GPUS if is_locked(locks, gpu)} == locked
-    unknown = f"{URL}: no GPU of this machine answers to {names[-1]}: correct `gpus`, or see nvidia-smi"
-    assert said == ([] if len(locked) == len(names) else [unknown])
+    assert said == ([] if len(locked) == len(names) else [unknown(names[-1])])
     assert gpus.can_start(URL)
+
+
+def test_a_gpu_that_is_hidden_from_the_follower_is_said_not_to_be_locked(
+    locks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(index: int) -> str:
+        if index == 2:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return GPUS[index]
+
+    said: list[str] = []
+    gpus = ServerGpus([server(0, "GPU-cc")], said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", hidden)
+        gpus.take()
+    assert said == [unknown("GPU-cc")]
+    gpus.take()
+    assert is_locked(locks, "GPU-cc"), "it is tried again"
 
 
 def test_servers_that_name_no_gpu_and_machines_without_a_driver_lock_nothing(
@@ -139,6 +164,31 @@ def test_a_server_waits_for_the_run_that_leased_its_gpu(world: ServingWorld, loc
     assert world.running() == [version]
     assert served.isdisjoint(process.pid for process in world.servers())
     assert is_locked(locks, "GPU-aa")
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_server_whose_gpu_is_leased_is_sent_no_weights_and_keeps_no_other_waiting(
+    world: ServingWorld, locks: Path
+) -> None:
+    world.swaps = True
+    first, second = (world.register(length, in_weights=True, frozen=True) for length in (2.0, 2.5))
+    leased, other = (
+        one.model_copy(update={"gpus": (position,)}) for position, one in enumerate(world.config().servers)
+    )
+    world.promote(first)
+    world.settle(follower := world.follower(servers=(leased, world.config().servers[1])))
+    served = {process.pid for process in world.servers()}
+    follower._fleet.gpus._held.close()  # as when it ends
+    world.promote(second)
+    with hold(locks / "GPU-aa.lock"):
+        follower = world.follower(servers=(leased, other))
+        assert is_locked(locks, "GPU-bb"), "before it asks the registry"
+        rounds_until(follower, lambda: f"{other.url} is healthy with version {first}" in world.said[-1:])
+        for _ in range(3):
+            assert not follower.round()
+    assert world.running() == [first, first]
+    assert len(served & {process.pid for process in world.servers()}) == 1
+    assert not [line for line in world.said if "update_weights" in line or f"{leased.url} is replaced" in line]
 
 
 def test_the_gpu_of_a_server_that_is_away_stays_locked(world: ServingWorld, locks: Path) -> None:

@@ -80,6 +80,14 @@ def test_a_program_that_is_away_for_a_while_ends_neither_the_follower_nor_the_tr
     world.settle(follower)
     world.promote(version := world.register(2.5))
     program.rename(away)
+    rounds_until(follower, lambda: any(f"{program} is not found" in line for line in world.said))
+    for _ in range(3):
+        follower.round()
+    assert world.running() == [before, before]
+    assert sum(f"{program} is not found" in line for line in world.said) == 1
+    (canary,) = (process for process in world.servers() if str(world.ports[0]) in process.cmdline())
+    canary.kill()
+    canary.wait(10)
     rounds_until(follower, lambda: sum("cannot be started" in line for line in world.said) > MAX_FAILURES)
     assert world.running() == [None, before]
     assert world.champion() == version

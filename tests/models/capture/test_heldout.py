@@ -1,5 +1,6 @@
 """The file of the held-out texts: read back as written, and not read at all when it is damaged."""
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,18 @@ def test_texts_are_read_back(tmp_path: Path) -> None:
     for text, expected in zip(texts, TEXTS, strict=True):
         assert (text.prompt, text.continuation) == (expected.prompt, expected.continuation)
         assert torch.equal(text.aux, expected.aux)
+
+
+def test_writing_needs_no_second_copy_of_the_file(tmp_path: Path) -> None:
+    texts = [Continued((1,), (2,), torch.ones(2, 2**20)) for _ in range(4)]
+    tracemalloc.start()
+    try:
+        write_heldout(tmp_path / "heldout.safetensors", texts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 0.5 * sum(text.aux.nbytes for text in texts)
+    assert [file.name for file in tmp_path.iterdir()] == ["heldout.safetensors"]
 
 
 @pytest.mark.parametrize(
