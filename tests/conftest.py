@@ -82,7 +82,6 @@ def pytest_runtestloop() -> None:
 SERVED_METHODS = ("eagle3", "dflash", "dflash2", "dspark", "domino", "mtp")
 GROUPS = {
     "sglang": (
-        "models/test_tiny_run.py",
         "models/export",
         "test_gpu_acceptance.py",
         "models/capture/sglang",
@@ -104,6 +103,7 @@ GROUPS = {
         "flows/test_deploy_command.py",
     ),
     "flows": ("flows/test_retrain.py", "flows/test_one_gpu.py", "flows/test_own_data.py", "flows"),
+    "tiny run": ("models/test_tiny_run.py",),
     "chaos": ("test_chaos.py", "models/decoding"),
     "training": ("models/training",),
     "rounds": ("infra/data_plane/test_rounds.py",),
