@@ -4,10 +4,7 @@ No Prefect and no torch: `draftsmith retrain RECIPE --plan` answers at once, on 
 """
 
 import json
-import subprocess
-import sys
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from infra.files.run_folder import newest_runs
@@ -32,13 +29,13 @@ from models.config.data import LIVE, PLAIN_BATCH
 from models.config.division import check_division
 from models.config.recipe import RunConfig, check_layers
 from models.config.target_settings import read_settings, read_shape
+from tasks.core_rates import core_rates
 
 READ_BYTES = 4 * 2**20
 """Bytes of a local .jsonl file that are read to estimate its line length."""
 PYTHON_DOCS = "python-docs"
 BYTES_OF_TOKEN = 4.0
 """Bytes per token of text with its JSON. Assumed."""
-RATE_TIMEOUT_S = 120
 SAMPLES = 100_000
 """Number of samples if it is unknown."""
 
@@ -263,11 +260,15 @@ def _answers(
         "memory bandwidth (plan.decode_share)"
     )
     return Answers(
-        prompt_tokens=max(1, mean_tokens - answer), answer_tokens=answer,
-        copies=max(1, usable // group) if device.is_gpu else 1, devices_per_copy=group, most_requests=requests,
-        bandwidth_share=plan.decode_share, memory_share=memory_share,
+        prompt_tokens=max(1, mean_tokens - answer),
+        answer_tokens=answer,
+        copies=max(1, usable // group) if device.is_gpu else 1,
+        devices_per_copy=group,
+        most_requests=requests,
+        bandwidth_share=plan.decode_share,
+        memory_share=memory_share,
         before=0.0 if prepared else config.data.answered_before,
-    )  # fmt: skip
+    )
 
 
 def kept_checkpoints(config: RunConfig, plan: Plan) -> int:
@@ -314,14 +315,6 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
     if plan.price_per_hour is not None:
         changes["price_per_hour"] = plan.price_per_hour
     return device.model_copy(update=changes)
-
-
-@cache
-def core_rates() -> dict[str, float]:
-    """FLOP/s of matrix products on one core of this machine, by precision. The first call takes two seconds."""
-    command = [sys.executable, "-m", "models.core_rate"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=RATE_TIMEOUT_S, check=True)
-    return json.loads(done.stdout)
 
 
 def _own_gpu() -> Gpu | None:

@@ -13,7 +13,8 @@ from infra.quantities import byte_size, duration, figure, si
 from infra.records.data_path import MoreData, SamplesRecord, SideRates, TargetRecord, TrainingResult
 from infra.refusal import Refusal
 from models.config.recipe import load_recipe
-from tasks.plan import checked_plan, core_rates, on_this_machine, plan_recipe
+from tasks.core_rates import core_rates
+from tasks.plan import checked_plan, on_this_machine, plan_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
