@@ -4,6 +4,7 @@ from prefect import flow
 
 from infra.drift.config import WatchConfig
 from tasks.drift import (
+    TargetChange,
     announce,
     announce_change,
     judge_traffic,
@@ -26,11 +27,15 @@ def watch_traffic(config: WatchConfig) -> str:
     Returns a summary of each version.
     """
     look = judge_traffic(report_unknown(observe_traffic(config)))
-    if change := look.change:
-        fresh = change.retrains and config.requests
-        look = announce_change(look, change, sample_requests(config, fresh) if fresh else None)
-    for finding in look.findings:
-        if finding.event is not None:
-            fresh = finding.event == "drifted" and config.requests
-            look = announce(look, finding, sample_requests(config, fresh) if fresh else None)
-    return show_traffic(look)
+    try:
+        for alarm in look.alarms:
+            if isinstance(alarm, TargetChange):
+                fresh = alarm.retrains and config.requests
+                look = announce_change(look, alarm, sample_requests(config, fresh) if fresh else None)
+            else:
+                fresh = alarm.event == "drifted" and config.requests
+                look = announce(look, alarm, sample_requests(config, fresh) if fresh else None)
+    finally:
+        # Request logs that cannot be read end the flow, but hide nothing of what it found.
+        summary = show_traffic(look)
+    return summary

@@ -38,6 +38,10 @@ ENDED_WINDOWS = 200
 """Newest windows that are kept of a version that no server runs any more: what a later version is compared with."""
 SAMPLING_TIMEOUT_S = 2 * 3600.0
 PAGE = Path(__file__).parent / "report" / "traffic.md.jinja"
+UNSURE = (
+    "not counted at this look: too many requests may have generated nothing (scoring, cut streams, short answers with "
+    "n > 1), which would look like lost acceptance"
+)
 SHOWN_WINDOWS = 40
 BAR = 20
 
@@ -67,6 +71,23 @@ class TrafficScan:
     """One for each served version that was tested."""
     refusals: Sequence[Refusal] = ()
     """Why a version cannot be tested."""
+
+    @property
+    def alarms(self) -> "Sequence[DriftFinding | TargetChange]":
+        """What is to be announced, in this order: a rollback, and one reason to retrain.
+
+        A rollback needs no request log. A version that is rolled back, or whose target has changed, is not retrained
+        for a fall as well.
+        """
+        degraded, drifted = (
+            [finding for finding in self.findings if finding.event == event][:1] for event in ("degraded", "drifted")
+        )
+        return [*degraded, self.change] if self.change else degraded or drifted
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Servers whose traffic since the look before is not counted, and why; unknown ones are not among them."""
+        return {url: UNSURE for url, state in self.traffic.servers.items() if state.unsure}
 
     @property
     def newest(self) -> int:
@@ -125,13 +146,13 @@ def observe_traffic(config: WatchConfig) -> TrafficScan:
     versions = {url: identity.version for url, identity in found.items()}
     unknown = {url: identity.reason for url, identity in found.items() if identity.version is None}
     for url, reading in seen.readings.items():
-        if url not in unknown and reading.is_tree:
-            unknown[url] = (
-                f"it verifies {reading.draft_tokens} tokens at a lookahead of {reading.lookahead}, a tree; the "
-                "benchmark's figure is of chains, so serve with --speculative-eagle-topk 1"
-            )
+        if url not in unknown and reading.uncounted:
+            unknown[url] = reading.uncounted
     look = TrafficScan(config, {draft.version: draft for draft in drafts}, champion, before, unknown)
-    return look.recording(before.observe(seen, versions, config.traffic, time.time(), config.window_steps))
+    look = look.recording(before.observe(seen, versions, config.traffic, time.time(), config.window_steps))
+    for url, why in look.left_out.items():
+        get_run_logger().warning("%s is %s", public(url), why)
+    return look
 
 
 @side_effect("report unknown drafts")
@@ -165,6 +186,7 @@ def judge_traffic(look: TrafficScan) -> TrafficScan:
                 refusals.append(refusal)
             continue
         kept = series.trimmed(config.keep_windows if series.served in live else ENDED_WINDOWS, test)
+        kept = kept.without_mended_fall(test)
         traffic = traffic.with_series(kept)
         if series.served in live:
             findings.append(assess(traffic, kept, draft, look.champion, test, config, newest=look.newest))
@@ -269,11 +291,11 @@ def show_traffic(look: TrafficScan) -> str:
         traffic_markdown(look), key=artifact_key("traffic", draft), description=f"Served traffic of {draft}"
     )
     said = [in_words(finding) for finding in look.findings]
-    said += [f"{public(url)}: {why}" for url, why in look.unknown.items()]
+    said += [f"{public(url)}: {why}" for url, why in [*look.unknown.items(), *look.left_out.items()]]
     if not look.findings and look.refusals:
         raise look.refusals[0]
     if not look.findings and look.unknown:
-        raise Refusal(f"no server runs a registered version of {draft}: {'; '.join(said)}")
+        raise Refusal(f"no server runs a version of {draft} that can be counted: {'; '.join(said)}")
     return "; ".join([*said, *map(str, look.refusals)]) or "the servers have not decoded since their start"
 
 
@@ -308,7 +330,9 @@ def traffic_markdown(look: TrafficScan) -> str:
     servers = []
     for url, state in sorted(look.traffic.servers.items()):
         why = look.unknown.get(url, "")
-        runs = f"unknown: {why}" if state.version is None else why or f"version {state.version}"
+        left_out = look.left_out.get(url)
+        version = f"version {state.version}" + (f"; {left_out}" if left_out else "")
+        runs = f"unknown: {why}" if state.version is None else why or version
         servers.append((public(url), runs))
     return render(PAGE, look=look, servers=servers, in_words=in_words, time=_time, bar=_bar, rows=_rows)
 

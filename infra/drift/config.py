@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from infra.config import Address, Seed, StrictConfig
+from infra.refusal import Refusal
 
 
 class RequestLogConfig(StrictConfig):
@@ -23,7 +24,8 @@ class RequestLogConfig(StrictConfig):
         default=2000,
         ge=1,
         le=10_000_000,
-        description="Most requests that are kept; logs are read from the newest file until there are enough.",
+        description="Most requests that are kept; logs are read hour by hour, from those written last, until there are "
+        "enough.",
     )
     longest_characters: int = Field(
         default=20_000,
@@ -96,3 +98,12 @@ class WatchConfig(StrictConfig):
     tracking_uri: Address | None = Field(
         default=None, description="Tracking server; default: $MLFLOW_TRACKING_URI, then runs/mlflow.db."
     )
+
+    @field_validator("servers")
+    @classmethod
+    def _each_once(cls, servers: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = tuple(server.rstrip("/") for server in servers)
+        twice = [server for index, server in enumerate(addresses) if server in addresses[:index]]
+        if twice:
+            raise Refusal(f"{twice[0]} is named more than once, and would be counted as often: name it once")
+        return addresses

@@ -18,7 +18,8 @@ from typing import Literal
 
 from infra.drift.config import WatchConfig
 from infra.drift.sequential import DriftTest
-from infra.drift.traffic import DAY_S, DriftVerdict, Leading, Series, TrafficRecord, TrafficWindow, judge, mean_length
+from infra.drift.traffic import DAY_S, DriftVerdict, Series, TrafficRecord, TrafficWindow, judge, mean_length
+from infra.network.health import public
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 
@@ -68,23 +69,28 @@ def assess(
     """
     verdict = judge(series, test)
     alarm = series.due(verdict, config.quiet_hours * 3600)
-    before, leading = draft.tags.get(REPLACES), record.leading
-    replaced = record.before_version(int(before), series.served)[-RECENT:] if before else ()
+    before = draft.tags.get(REPLACES)
+    replaced = record.before_version(int(before), series)[-RECENT:] if before else ()
     finding = DriftFinding(draft, series, test, verdict, replaced=replaced)
     if alarm is None:
         return finding
     if draft.version != champion.version:
         return replace(finding, held=f"version {champion.version} is champion: finish its rollout")
-    if is_the_versions_fault(finding, config.probation_windows):
+    if record.num_windows(draft.version) <= config.probation_windows and is_the_versions_fault(finding):
         return replace(finding, due=alarm, event="degraded")
-    held = _not_yet(finding, alarm, leading) or _passing(finding, newest)
+    if alarm.ended <= record.announced(draft.version) + config.quiet_hours * 3600:
+        held = f"its alarm or a change of its target was announced, and for {config.quiet_hours:g} hours no other is"
+        return replace(finding, held=held)
+    held = _not_yet(finding, alarm, record) or _passing(finding, newest)
     return replace(finding, held=held) if held else replace(finding, due=alarm, event="drifted")
 
 
-def _not_yet(finding: DriftFinding, alarm: TrafficWindow, leading: Leading | None) -> str:
+def _not_yet(finding: DriftFinding, alarm: TrafficWindow, record: TrafficRecord) -> str:
     """Why an alarm waits for the champion's rollout; empty where most servers run it."""
+    leading, silent = record.leading, ", ".join(map(public, record.silent))
     if leading is None or leading.version != finding.draft.version:
-        return "most servers run another version: retraining waits for the rollout"
+        others = f"another version, or do not answer ({silent}), which are waited for for a day" if silent else ""
+        return f"most servers run {others or 'another version'}: retraining waits for the rollout"
     return "the alarm came while most servers ran another version" if alarm.ended <= leading.since else ""
 
 
@@ -111,9 +117,9 @@ def _passing(finding: DriftFinding, newest: int | None) -> str:
     return ""
 
 
-def is_the_versions_fault(finding: DriftFinding, probation_windows: int) -> bool:
-    """Whether a version is on probation, and accepts less than the one that it replaced by half of the test's fall."""
-    if not finding.replaced or finding.series.num_windows > probation_windows:
+def is_the_versions_fault(finding: DriftFinding) -> bool:
+    """Whether a version accepts less than the one that it replaced by half of the test's fall."""
+    if not finding.replaced:
         return False
     least = (1 - finding.test.fall / 2) * mean_length(finding.replaced)
     return mean_length(finding.series.windows[-RECENT:]) < least

@@ -3,7 +3,9 @@
 SGLang raises its counters once per finished request: generated tokens, verification steps, requests. Each request's
 first token comes from the prefill, so verification steps emitted the generated tokens less the requests: bonus tokens
 and the last step, which the maximum length may cut, are included. The gauge of the acceptance length covers the last
-few steps only.
+few steps only. A request may have no first token: one that only scores its prompt, one that is aborted early, and one
+that SGLang adds to fill the prefix cache for a request with n > 1. Counters do not tell them from others, but SGLang
+times the tokens of every request that ended with two or more, which bounds their number.
 
 `/server_info` holds the resolved command line, hence the draft's path, and how long the phases of the server's start
 took. Those durations are measured once per start, which makes them a name of that start. The weight version in
@@ -28,6 +30,7 @@ from infra.refusal import Refusal
 GENERATED = "sglang:generation_tokens_total"
 REQUESTS = "sglang:num_requests_total"
 STEPS = "sglang:spec_verify_calls_total"
+TIMED = "sglang:request_time_per_output_token_seconds_count"
 LOOKAHEAD = "sglang:spec_num_steps"
 DRAFT_TOKENS = "sglang:spec_num_draft_tokens"
 PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
@@ -36,17 +39,25 @@ SWAPPED = "draftsmith:"
 """Begins the server's weight version after a swap; NAME@VERSION follows."""
 
 
+LEAST_SURE = 0.98
+"""Share of the tokens that must be certain: the drift test is made for falls of a few per cent."""
+
+
 class Counters(Record):
     """One server's counters since its start."""
 
     generated: int = 0
     requests: int = 0
     steps: int = 0
+    unsure: int = 0
+    """Requests that may have generated nothing: at least two tokens are known of the others."""
 
     def since(self, before: "Counters") -> "Counters":
         """The increase since `before`. Counters that have become smaller belong to a server that was restarted."""
         increase = {name: count - getattr(before, name) for name, count in self}
-        return self if min(increase.values()) < 0 else Counters(**increase)
+        # A difference of two counters, which a server may be read between.
+        unsure = max(0, increase.pop("unsure"))
+        return self if min(increase.values()) < 0 else Counters(**increase, unsure=unsure)
 
     def plus(self, other: "Counters") -> "Counters":
         """The sum of both."""
@@ -54,8 +65,13 @@ class Counters(Record):
 
     @property
     def tokens(self) -> int:
-        """Emitted by verification steps."""
+        """Emitted by verification steps, if each request had a first token: at least so many."""
         return self.generated - self.requests
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether requests without a first token can hide only few of the tokens."""
+        return self.tokens >= LEAST_SURE * (self.tokens + self.unsure)
 
 
 class ServedDraft(Record):
@@ -69,6 +85,8 @@ class ServedDraft(Record):
     """NAME@VERSION of the weights that the serving follower has put into it since its start, if it did."""
     labels: tuple[str, ...] = ()
     """Names that an operator gave the server: --served-model-name and --weight-version."""
+    is_adaptive: bool = False
+    """Whether the server changes its lookahead with the load."""
 
 
 class Reading(Record):
@@ -86,6 +104,21 @@ class Reading(Record):
     def is_tree(self) -> bool:
         """Whether the server drafts trees, which the benchmark of chains does not cover."""
         return self.lookahead is not None and self.draft_tokens != self.lookahead + 1
+
+    @property
+    def uncounted(self) -> str:
+        """Why the counters cannot be compared with a benchmark's, whatever the draft; empty: they can."""
+        if self.draft.is_adaptive:
+            return (
+                "it changes its lookahead with the load (--speculative-adaptive), and its counters do not say what was "
+                "decoded at which: start it with a fixed --speculative-num-steps"
+            )
+        if self.is_tree:
+            return (
+                f"it verifies {self.draft_tokens} tokens at a lookahead of {self.lookahead}, a tree; the benchmark's "
+                "figure is of chains, so serve with --speculative-eagle-topk 1"
+            )
+        return ""
 
 
 class Scrape(Record):
@@ -119,8 +152,9 @@ def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
             f"{server}/metrics has no {', '.join(missing)}, although the server drafts and has answered: its "
             "version of SGLang has other counters than 0.5.23, so its acceptance cannot be read"
         )
+    unsure = requests - int(sums[TIMED]) if TIMED in sums else 0
     return Reading(
-        counters=Counters(generated=generated, requests=requests, steps=steps),
+        counters=Counters(generated=generated, requests=requests, steps=steps, unsure=max(0, unsure)),
         lookahead=lookahead or None,
         draft_tokens=draft_tokens or None,
         draft=draft,
@@ -128,13 +162,14 @@ def read_metrics(text: str, server: str, draft: ServedDraft) -> Reading:
 
 
 def _sums(page: str) -> dict[str, float]:
-    """Counters summed over their labels; of each gauge, whose labels agree, the largest value."""
+    """Counters, and numbers of observations, summed over their labels; of each gauge, whose labels agree, the largest
+    value."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if family.type == "gauge":
                 sums[sample.name] = max(sums.get(sample.name, 0.0), sample.value)
-            elif family.type == "counter":
+            elif family.type == "counter" or sample.name == TIMED:
                 sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums
 
@@ -151,6 +186,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServedDraft:
         path=str(path) if path else None,
         swapped=swapped,
         labels=tuple(str(name) for name in names if name),
+        is_adaptive=bool(info.get("speculative_adaptive")),
     )
 
 

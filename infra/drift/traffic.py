@@ -21,6 +21,10 @@ from infra.records.data_path import Record
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
 DAY_S = 86_400.0
+SILENT_S = DAY_S
+"""A server that does not answer for longer runs nothing."""
+ADJOINING_S = 7 * DAY_S
+"""Windows of two versions adjoin if no more time lies between them: a week's end, or holidays, without requests."""
 MOST_S = DAY_S / 4
 """A window counts for no more of a day's service: it may have waited for requests through a night or a weekend."""
 
@@ -83,7 +87,7 @@ class Series(Record):
     announced: tuple[float, ...] = ()
     """Ends of the windows whose alarms were made known."""
     fallen_to: float | None = None
-    """Acceptance length over the day before the newest of these alarms was made known."""
+    """Acceptance length over the day before the newest of these alarms was made known; None after it recovered."""
     newest_then: int | None = None
     """The newest registered version at that time: whether the alarm led to another one. None: unknown."""
 
@@ -126,6 +130,13 @@ class Series(Record):
         after = max(self.announced) + quiet_s if self.announced else float("-inf")
         alarms = [self.windows[index] for index in verdict.alarms]
         return next((window for window in reversed(alarms) if window.ended > after), None)
+
+    def without_mended_fall(self, test: DriftTest) -> "Series":
+        """The series without the fall that was made known last, once a day of service is back at the benchmark."""
+        least = (1 - test.fall / 2) * test.reference.length
+        if self.fallen_to is None or mean_length(self.last_day()) < least:
+            return self
+        return self.model_copy(update={"fallen_to": None})
 
     def last_day(self) -> tuple[TrafficWindow, ...]:
         """The newest windows that show a day of service, weekends and other breaks left out; all, if they show less."""
@@ -180,6 +191,16 @@ class ServerState(Record):
     """Whether this start was reported to run an unknown draft."""
     target: ReportedTarget | None = None
     """As it was at this start."""
+    seen: float = 0.0
+    """When it answered last."""
+    unsure: bool = False
+    """Whether its traffic since the look before is left out, because too many requests may have generated nothing."""
+
+    def served(self, traffic: str) -> ServedSeries | None:
+        """The series that its requests of this kind belong to; None: they are not counted."""
+        if self.version is None or self.lookahead is None:
+            return None
+        return ServedSeries(version=self.version, lookahead=self.lookahead, traffic=traffic)
 
 
 class Leading(Record):
@@ -202,6 +223,8 @@ class TrafficRecord(Record):
     """The target under each version when most of its servers were seen first, or since the last change."""
     change_announced: float = 0.0
     """When a change of the target was made known last."""
+    changed_version: int | None = None
+    """Under which version."""
 
     def version_of(self, server: str, reading: Reading) -> int | None:
         """The version that this start of a server was found to run earlier.
@@ -217,21 +240,27 @@ class TrafficRecord(Record):
         """The record after a look.
 
         Args:
-            scrape: what the servers reported. A silent one is waited for; one that is in neither list is forgotten.
+            scrape: what the servers reported. A silent one is waited for, a day at most; one that is in neither list
+                is forgotten.
             versions: by server, the version that it runs; None: unknown.
             traffic: kind of the requests.
             now: seconds since 1970.
             least_steps: verification steps that close a window.
         """
-        servers = {url: state for url, state in self.servers.items() if url in scrape.silent}
+        servers = {
+            url: state for url, state in self.servers.items() if url in scrape.silent and now - state.seen <= SILENT_S
+        }
         added: dict[ServedSeries, Counters] = {}
         for url, reading in scrape.readings.items():
-            state = self._state(url, reading, versions[url])
+            state = self._state(url, reading, versions[url], now)
+            served, counted = state.served(traffic), self._counted(url, reading, state)
+            if served is not None and not counted.is_sure:
+                state, counted = state.model_copy(update={"unsure": True}), Counters()
             servers[url] = state
-            if state.version is not None and state.lookahead is not None and not reading.is_tree:
-                served = ServedSeries(version=state.version, lookahead=state.lookahead, traffic=traffic)
-                added[served] = added.get(served, Counters()).plus(self._counted(url, reading, state))
-        series = {one.served: one if one.served in added else one.paused(now) for one in self.series}
+            if served is not None:
+                added[served] = added.get(served, Counters()).plus(counted)
+        run = [state.served(traffic) for state in servers.values()]
+        series = {one.served: one if one.served in run else one.paused(now) for one in self.series}
         for served, counters in added.items():
             one = series.pop(served, None) or Series(served=served, opened=now, learned=self._learned(served))
             series[served] = one.counting(counters, now, least_steps)
@@ -240,17 +269,19 @@ class TrafficRecord(Record):
         first = {version: target for version, target in record.targets_now().items() if version not in self.targets}
         return record.model_copy(update={"targets": dict([*self.targets.items(), *first.items()][-KEEP_SERIES:])})
 
-    def _state(self, url: str, reading: Reading, version: int | None) -> ServerState:
+    def _state(self, url: str, reading: Reading, version: int | None, now: float) -> ServerState:
         before = self.servers.get(url)
         if before and before.start != reading.draft.start:
             before = None
+        lookahead = reading.lookahead or (before.lookahead if before else None)
         return ServerState(
             target=(before and before.target) or (reading.target and with_content(reading.target)),
             start=reading.draft.start,
             swapped=reading.draft.swapped,
             version=version,
-            lookahead=reading.lookahead or (before.lookahead if before else None),
+            lookahead=None if reading.uncounted else lookahead,
             counters=reading.counters,
+            seen=now,
             reported=before is not None and before.reported and before.swapped == reading.draft.swapped,
         )
 
@@ -269,6 +300,12 @@ class TrafficRecord(Record):
         """Windows of the version that served last under the same conditions."""
         others = [one for one in self.series if one.windows and one.served.has_conditions_of(served)]
         return others[-1].windows[-LEARNED_WINDOWS:] if others else ()
+
+    @property
+    def silent(self) -> list[str]:
+        """Servers that did not answer at the last look, and are waited for."""
+        last = max((state.seen for state in self.servers.values()), default=0.0)
+        return sorted(url for url, state in self.servers.items() if state.seen < last)
 
     def _leading(self, servers: Mapping[str, ServerState], now: float) -> Leading | None:
         run = [state.version for state in servers.values()]
@@ -293,13 +330,24 @@ class TrafficRecord(Record):
 
     def with_change_announced(self, version: int, now: ReportedTarget, when: float) -> "TrafficRecord":
         """The record in which a change of the target was made known."""
-        return self.model_copy(update={"targets": {**self.targets, version: now}, "change_announced": when})
+        targets = {**self.targets, version: now}
+        return self.model_copy(update={"targets": targets, "change_announced": when, "changed_version": version})
+
+    def announced(self, version: int) -> float:
+        """The end of the newest window whose alarm was made known, at whatever lookahead, or the time when a change of
+        the version's target was, if that is later; minus infinity: never."""
+        ends = [end for one in self.series if one.served.version == version for end in one.announced]
+        changed = [self.change_announced] if version == self.changed_version else []
+        return max([*ends, *changed], default=float("-inf"))
+
+    def num_windows(self, version: int) -> int:
+        """All windows of a version so far, under whatever conditions."""
+        return sum(one.num_windows for one in self.series if one.served.version == version)
 
     def live(self, traffic: str) -> tuple[Series, ...]:
         """The series of this kind of traffic, of the versions that a server runs now."""
-        run = {(state.version, state.lookahead) for state in self.servers.values()}
-        of_kind = (one for one in self.series if one.served.traffic == traffic)
-        return tuple(one for one in of_kind if (one.served.version, one.served.lookahead) in run)
+        run = [state.served(traffic) for state in self.servers.values()]
+        return tuple(one for one in self.series if one.served in run)
 
     def with_series(self, series: Series) -> "TrafficRecord":
         """The record with one series in place of that of the same version and conditions."""
@@ -311,16 +359,17 @@ class TrafficRecord(Record):
         reported = {url: self.servers[url].model_copy(update={"reported": True}) for url in servers}
         return self.model_copy(update={"servers": {**self.servers, **reported}})
 
-    def before_version(self, version: int, served: ServedSeries) -> tuple[TrafficWindow, ...]:
-        """What a version is compared with: the windows of the version that it replaced, under the same conditions.
+    def before_version(self, version: int, after: Series) -> tuple[TrafficWindow, ...]:
+        """What a version's series is compared with: windows of the version that it replaced, under the same conditions.
 
-        After an alarm of that version only the windows since: they show what the fallen traffic allows.
+        Older ones than adjoin the series are of other traffic. After an alarm of the replaced version only the windows
+        since: they show what the fallen traffic allows.
         """
-        of_version = served.model_copy(update={"version": version})
+        of_version = after.served.model_copy(update={"version": version})
         series = next((one for one in self.series if one.served == of_version), None)
-        if series is None:
+        if series is None or not after.windows:
             return ()
-        since = max(series.announced, default=float("-inf"))
+        since = max([*series.announced, after.windows[0].began - ADJOINING_S])
         return tuple(window for window in series.windows if window.ended >= since)
 
     def event_id(self, *about: object) -> UUID:

@@ -56,4 +56,4 @@ class Taken(Record):
     finished: int = 0
     """Requests that have finished since the run was attached to this rank."""
     passed_over: int = 0
-    """Texts that the rule wanted and nobody fetched in time."""
+    """Texts that the rule wanted and nobody fetched in time, and requests of a burst that nobody looked at."""

@@ -4,8 +4,9 @@ Samples distinct requests without private data from the JSONL logs of `RequestLo
 FOLDER/prompts-<hash>.jsonl, a possible `data.source`, and their record to FOLDER/prompts.json. This is a separate
 process because it reads a lot, and because Presidio loads torch if it is installed.
 
-Logs are read from the newest file until there are enough prompts, because the drifted traffic is the newest. Within a
-file each request has a key, -ln(u) / weight, where u in (0, 1] is a hash of seed and text, and the smallest keys are
+Logs are read from the newest hour until there are enough prompts, because the drifted traffic is the newest. Files that
+were written last in the same hour are read together: servers, replicas and tenants may have a log each. Within an hour
+each request has a key, -ln(u) / weight, where u in (0, 1] is a hash of seed and text, and the smallest keys are
 kept: weighted sampling without replacement (Efraimidis and Spirakis, 2006, section 2). It does not depend on order, nor
 on how often a request was sent, and only requests that would be kept are searched for private data. The weight is the
 verification steps per token that the engine counted: what accepted little teaches a draft most.
@@ -25,6 +26,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +190,7 @@ class PromptSample:
     def __init__(self, config: RequestLogConfig, find: Callable[[list[str]], set[str]]):
         self._config, self._find = config, find
         self._heap: list[tuple[int, float, str]] = []
-        """Negated age, negated key and JSON: the largest key of the oldest file is on top."""
+        """Negated age, negated key and JSON: the largest key of the oldest hour is on top."""
         self._seen: set[int] = set()
         self.dropped: Counter[str] = Counter()
         self.read = self.searched = 0
@@ -197,7 +200,7 @@ class PromptSample:
         return len(self._heap) == self._config.prompts
 
     def add(self, line: bytes, age: int = 0) -> None:
-        """Add one line of a log; `age` is that of its file, 0 for the newest."""
+        """Add one line of a log; `age` is that of its file in hours, 0 for the newest."""
         if not line.strip():
             return
         self.read += 1
@@ -237,9 +240,9 @@ class PromptSample:
         return kept
 
 
-def recent_logs(config: RequestLogConfig, now: float, damaged: list[str]) -> Iterator[Iterator[bytes]]:
-    """The lines of each recent log, newest log first; the rest of one that cannot be read is left out and named in
-    `damaged`. Raises Refusal if there are no recent logs."""
+def recent_logs(config: RequestLogConfig, now: float, damaged: list[str]) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Age and lines of each recent log, newest log first; the rest of one that cannot be read is left out and named in
+    `damaged`. The age is in whole hours from the newest log's. Raises Refusal if there are no recent logs."""
     files, root = fsspec.core.url_to_fs(config.folder)
     listed: dict[str, dict[str, Any]] = files.find(root, detail=True)
     logs = sorted(path for path in listed if LOGS.search(path) or Path(path).name.startswith(EXPORTED))
@@ -251,7 +254,8 @@ def recent_logs(config: RequestLogConfig, now: float, damaged: list[str]) -> Ite
             f"the last {config.hours:g} hours: correct requests.folder or raise requests.hours"
         )
     for path in fresh:
-        yield _lines(files, path, damaged)
+        hours = (_changed(listed[fresh[0]]) - _changed(listed[path])) // 3600
+        yield int(hours), _lines(files, path, damaged)
 
 
 def _lines(files: Any, path: str, damaged: list[str]) -> Iterator[bytes]:
@@ -279,9 +283,10 @@ def sample_prompts(
 ) -> PromptsRecord:
     """Write the dataset and its record. Raises Refusal if the logs give no prompt."""
     sample, damaged = PromptSample(config, find), list[str]()
-    for age, lines in enumerate(recent_logs(config, now, damaged)):
-        for line in lines:
-            sample.add(line, age)
+    for age, logs in groupby(recent_logs(config, now, damaged), key=itemgetter(0)):
+        for _, lines in logs:
+            for line in lines:
+                sample.add(line, age)
         if sample.full:
             break
     documents = sample.documents()

@@ -148,8 +148,8 @@ def champion(stack: Any, tmp_path: Path) -> str:
 @pytest.fixture
 def look(
     stack: Any, engine: Engine, second: Engine, stranger: Engine, champion: str, tmp_path: Path
-) -> Callable[[], str]:
-    """Runs the flow once, as a worker does; what it returned."""
+) -> Callable[..., str]:
+    """Runs the flow once, as a worker does; what it returned, or printed where it was refused with this message."""
     logs = tmp_path / "logs"
     lines = [{"messages": [{"role": "user", "content": f"What is {word}?"}]} for word in ("a list", "a set")]
     private = {"messages": [{"role": "user", "content": "Write to jo.doe@example.org"}]}
@@ -162,13 +162,14 @@ def look(
     code = "import sys; from flows.watch_traffic import watch_traffic; print(watch_traffic(sys.argv[1]))"
     code = code.replace("sys.argv[1]", "__import__('json').loads(sys.argv[1])")
 
-    def run() -> str:
+    def run(refused: str = "") -> str:
         ended = subprocess.run(
             [sys.executable, "-c", code, config.model_dump_json()],
             env=stack.environment, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False,
         )  # fmt: skip
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout.splitlines()[-1]
+        assert (ended.returncode == 0) == (not refused), ended.stdout + ended.stderr
+        assert refused in ended.stderr
+        return ended.stdout if refused else ended.stdout.splitlines()[-1]
 
     return run
 
@@ -199,7 +200,13 @@ def retrainings(stack: Any) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_fall_starts_retraining_once(
-    stack: Any, engine: Engine, second: Engine, stranger: Engine, look: Callable[[], str], until: Callable[..., None]
+    stack: Any,
+    engine: Engine,
+    second: Engine,
+    stranger: Engine,
+    look: Callable[..., str],
+    tmp_path: Path,
+    until: Callable[..., None],
 ):
     store = TrafficStore(str(stack.runs / "drift"))
     store.write(quiet_day())
@@ -230,7 +237,14 @@ def test_a_fall_starts_retraining_once(
     engine.serve_requests(300, 0.8 * LENGTH)
     look()
     stranger.restart()
-    look()
+    for server in (engine, second):
+        server.info["quantization"] = "fp8"
+        server.restart()
+    (tmp_path / "logs").rename(tmp_path / "away")
+    pages = len(stack.post("artifacts/filter", {}))
+    look(refused="has 0 request logs")
+    assert len(stack.post("artifacts/filter", {})) > pages, "the page is written all the same"
+    (tmp_path / "away").rename(tmp_path / "logs")
     # The event of the restart arrives after everything that the look before it may have emitted.
     until(lambda: len(events(stack, UNKNOWN)) == 2, "for the event of the restarted server")
     assert {event["payload"]["server"] for event in events(stack, UNKNOWN)} == {stranger.url}
@@ -239,9 +253,6 @@ def test_a_fall_starts_retraining_once(
     shown = [one for one in stack.post("artifacts/filter", {}) if one["key"] == f"traffic-{DRAFT}"]
     assert "alarm" in max(shown, key=lambda artifact: artifact["created"])["data"]
 
-    for server in (engine, second):
-        server.info["quantization"] = "fp8"
-        server.restart()
     look()
     until(lambda: len(events(stack)) == 2, "for the event of the changed target")
     look()

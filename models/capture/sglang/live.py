@@ -40,7 +40,7 @@ from models.capture.sglang.outbox import NAME
 PASSWORD = "draftsmith_password"
 """Name of the request parameter beside the object's key."""
 NOTED = 64
-"""Finished requests until the listener looks at them; older ones are forgotten."""
+"""Finished requests until the listener looks at them; older ones are forgotten, and counted as passed over."""
 QUEUED = 16
 """Texts that wait for the generator; the oldest is forgotten for a newer one."""
 WAIT_S = 1.0
@@ -65,10 +65,17 @@ class Attachment:
         self.capture, self._rule = make(wanted.spec, self.key), wanted.rule
         self.finished: deque[Any] = deque(maxlen=NOTED)
         """Requests that the listener has not looked at."""
+        self._noted = 0
+        """All requests so far, forgotten ones included. Only the scheduler writes it."""
         self._texts: deque[LiveText] = deque(maxlen=QUEUED)
         self._since = 0.0
         """When the first of them came, or the last one before them was handed out."""
         self._read = self._passed_over = 0
+
+    def note(self, request: Any) -> None:
+        """Keep a request that has finished until the listener looks at it. Never waits."""
+        self.finished.append(request)
+        self._noted += 1
 
     def key(self, request: Any) -> str | None:
         custom = _custom(request)
@@ -82,7 +89,9 @@ class Attachment:
         while (text := self._due()) is None and time.monotonic() < deadline:
             # Nobody tells when the server has nothing to do, and a scheduler that did would have to hold a lock.
             time.sleep(POLL_S)
-        return Taken(text=text, finished=self._read, passed_over=self._passed_over)
+        noted = self._noted
+        forgotten = max(0, noted - self._read - len(self.finished))
+        return Taken(text=text, finished=noted, passed_over=self._passed_over + forgotten)
 
     def _due(self) -> LiveText | None:
         while self.finished:
@@ -136,7 +145,7 @@ class Live:
         """Called by the scheduler, which must not wait, for every request that it hands on, also again and again."""
         attachment = self.attachment
         if attachment is not None and request.finished() and not request.finished_output:
-            attachment.finished.append(request)
+            attachment.note(request)
 
     def close(self) -> None:
         """Listen no longer."""

@@ -4,7 +4,9 @@ import pytest
 
 from infra.drift.config import WatchConfig
 from infra.drift.decision import DriftFinding, assess
-from infra.drift.traffic import Leading, Series, ServedSeries, TrafficRecord, TrafficWindow
+from infra.drift.scrape import Counters
+from infra.drift.target import ReportedTarget
+from infra.drift.traffic import Leading, Series, ServedSeries, ServerState, TrafficRecord, TrafficWindow
 from infra.records.acceptance import RegisteredDraft
 from infra.tracking.registry import REPLACES
 from tests.infra.drift.test_series import TEST
@@ -25,6 +27,10 @@ def series(
     )
     served = ServedSeries(version=version, lookahead=4, traffic="greedy")
     return Series(served=served, opened=0.0, windows=windows, learned=learned)
+
+
+def with_lookahead(lookahead: int, one: Series) -> Series:
+    return one.model_copy(update={"served": one.served.model_copy(update={"lookahead": lookahead})})
 
 
 def draft(version: int, *aliases: str) -> RegisteredDraft:
@@ -56,7 +62,7 @@ def found(
 def test_a_version_is_blamed_for_what_it_loses(announced: bool, now: float, event: str):
     before = series(1, 0, *[2.4] * 20, *([2.0] * 3 if announced else []))
     before = before.model_copy(update={"announced": (21 * WINDOW_S,) if announced else ()})
-    after = series(2, 100, *[now] * 10, learned=before.windows[:20])
+    after = series(2, 23, *[now] * 10, learned=before.windows[:20])
     leading = Leading(version=2, since=0.0)
     assert found(before, after, leading=leading).event == event
     later = CONFIG.model_copy(update={"probation_windows": 1})
@@ -65,8 +71,21 @@ def test_a_version_is_blamed_for_what_it_loses(announced: bool, now: float, even
 
 def test_a_bad_canary_is_rolled_back_though_few_servers_run_it():
     before = series(1, 0, *[2.4] * 20)
-    after = series(2, 100, *[1.7] * 10, learned=before.windows)
-    assert found(before, after, leading=Leading(version=1, since=0.0)).event == "degraded"
+    leading = Leading(version=1, since=0.0)
+    after = series(2, 20, *[1.7] * 10, learned=before.windows)
+    assert found(before, after, leading=leading).event == "degraded"
+    later = series(2, 100, *[1.7] * 10, learned=before.windows)
+    assert found(before, later, leading=leading).event is None, "windows of weeks before say nothing of this traffic"
+
+
+def test_a_version_is_on_probation_once():
+    """Not again at another lookahead, where an old version served, too: a fall there calls for retraining."""
+    leading = Leading(version=2, since=0.0)
+    old = with_lookahead(2, series(1, 0, *[2.4] * 100))
+    long = series(2, 0, *[2.4] * 100)
+    new = with_lookahead(2, series(2, 100, *[2.4] * 5, *[2.0] * 10, learned=long.windows[-20:]))
+    assert found(old, long, new, leading=leading).event == "drifted"
+    assert found(old, new, leading=leading).event == "degraded"
 
 
 def test_a_fall_that_both_versions_see_is_no_versions_fault():
@@ -154,3 +173,53 @@ def test_a_fall_that_was_made_known_is_no_reason_to_train_again():
     assert same.held == "it has not fallen further than to the 2.00 of the alarm before"
     assert later(1.85).event == "drifted"
     assert later(1.97, newest=2).event == "drifted", "the retraining failed"
+
+
+def test_a_fall_after_a_recovery_is_made_known():
+    leading = Leading(version=2, since=0.0)
+    first = found(series(2, 0, *[2.4] * 40, *[2.0] * 40, each_s=HOUR_S), leading=leading)
+    assert first.due
+    known = first.series.with_announced(first.due, 2)
+    assert known.without_mended_fall(TEST).fallen_to == known.fallen_to
+
+    def later(before: Series, *lengths: float) -> Series:
+        more = series(2, before.num_windows, *lengths, each_s=HOUR_S).windows
+        return before.model_copy(update={"windows": (*before.windows, *more)}).without_mended_fall(TEST)
+
+    back = later(known, *[2.4] * 30)
+    assert back.fallen_to is None
+    assert found(later(back, *[2.0] * 14 * 24), leading=leading, newest=3).event == "drifted"
+
+
+def test_a_version_calls_for_one_retraining_in_the_quiet_time():
+    """Whether its target changed, it fell, or it fell at another lookahead, too."""
+    leading = Leading(version=2, since=0.0)
+    fallen = series(2, 0, *[2.4] * 40, *[2.0] * 40, each_s=HOUR_S)
+    assert found(fallen, leading=leading).event == "drifted"
+    target = ReportedTarget(path="/targets/one")
+    changed = TrafficRecord(draft="d", series=(fallen,), leading=leading).with_change_announced(2, target, 70 * HOUR_S)
+    quiet = assess(changed, fallen, draft(2), draft(2), TEST, CONFIG)
+    assert (quiet.event, quiet.due) == (None, None)
+    assert quiet.held == "its alarm or a change of its target was announced, and for 168 hours no other is"
+    other = changed.with_change_announced(1, target, 70 * HOUR_S)
+    assert assess(other, fallen, draft(2), draft(2), TEST, CONFIG).event == "drifted", "another version's"
+
+    announced = fallen.with_announced(fallen.windows[60])
+    other_lookahead = with_lookahead(2, series(2, 0, *[2.4] * 40, *[2.0] * 60, each_s=HOUR_S))
+    assert found(announced, other_lookahead, leading=leading).event is None
+    later = CONFIG.model_copy(update={"quiet_hours": 10.0})
+    assert found(announced, other_lookahead, leading=leading, config=later).event == "drifted"
+
+
+def test_the_silent_servers_that_retraining_waits_for_are_named():
+    fallen = series(2, 0, *[2.4] * 30, *[1.7] * 10)
+    servers = {
+        url: ServerState(start="x", version=version, lookahead=4, counters=Counters(), seen=seen)
+        for url, version, seen in (("http://a", 2, 7200.0), ("http://b", 1, 3600.0))
+    }
+    record = TrafficRecord(draft="d", servers=servers, series=(fallen,))
+    finding = assess(record, fallen, draft(2), draft(2), TEST, CONFIG)
+    assert finding.held == (
+        "most servers run another version, or do not answer (http://b), which are waited for for a day: retraining "
+        "waits for the rollout"
+    )

@@ -178,6 +178,28 @@ def test_a_tree_is_told_from_a_chain():
     assert not reading(None, None).is_tree
 
 
+def test_a_server_that_changes_its_lookahead_is_told_from_one_that_does_not():
+    """Its gauge holds the lookahead of the moment, its counters what was decoded at all of them, none included."""
+    adaptive = read_server_info(INFO | {"speculative_adaptive": True})
+    found = read_metrics(TEXT, "http://a", adaptive).uncounted
+    assert found.startswith("it changes its lookahead with the load (--speculative-adaptive)")
+    assert read_metrics(TEXT, "http://a", read_server_info(INFO | {"speculative_adaptive": False})).uncounted == ""
+
+
+def test_requests_that_may_have_generated_nothing_are_counted():
+    """SGLang times each token of the requests that ended with two tokens at least."""
+    timed = "sglang:request_time_per_output_token_seconds"
+    text = TEXT + f"# TYPE {timed} histogram\n" + f'{timed}_bucket{{le="+Inf"}} 14\n{timed}_count 14\n{timed}_sum 2.5\n'
+    found = read_metrics(text, "http://a", DRAFT).counters
+    assert found == Counters(generated=3072, requests=24, steps=1217, unsure=10)
+    assert found.is_sure, "ten in three thousand tokens"
+    assert not Counters(generated=64, requests=12, steps=52, unsure=10).is_sure
+    assert not Counters(requests=8, unsure=8).is_sure
+    assert Counters().is_sure
+    before = found.model_copy(update={"unsure": 11})  # read between two counters of one request
+    assert found.since(before) == Counters()
+
+
 def test_a_real_servers_counters():
     """24 requests of 128 tokens: what verification steps emitted, whatever the gauge says of the last few of them."""
     found = read_metrics(TEXT, "http://a", DRAFT)

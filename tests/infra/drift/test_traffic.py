@@ -26,6 +26,7 @@ class Fleet:
         self.total: dict[str, Counters] = {}
         self.runs: dict[str, tuple[str, int | None]] = {}
         self.swapped: dict[str, str] = {}
+        self.adaptive = False
 
     def start(self, url: str, version: int | None) -> None:
         """Start a server, or restart it with this version."""
@@ -46,7 +47,7 @@ class Fleet:
                 counters=self.total[url],
                 lookahead=lookahead,
                 draft_tokens=lookahead and lookahead + 1,
-                draft=ServedDraft(start=start, path="p", swapped=self.swapped.get(url)),
+                draft=ServedDraft(start=start, path="p", swapped=self.swapped.get(url), is_adaptive=self.adaptive),
             )
             for url, (start, _) in self.runs.items()
             if url not in silent
@@ -135,6 +136,66 @@ def test_servers_come_and_go():
     fleet.serve(A, 10)
     fleet.look()
     assert fleet.requests(1) == 90
+
+
+def test_a_silent_server_ends_no_window():
+    """Every second look of the watch times out at a canary; it still serves, and its windows are filled."""
+    fleet = Fleet(least=1000)
+    fleet.start(A, 1)
+    fleet.start(B, 2)
+    for number in range(10):
+        fleet.look(*([B] if number % 2 else []))
+        fleet.serve(B, 30)
+    assert fleet.requests(2) == 240
+    for _ in range(26):
+        fleet.look(B)
+    (left,) = (one for one in fleet.record.series if one.served.version == 2)
+    assert left.opened > 10 * 3600.0, "after a day nobody waits for it"
+
+
+def test_a_server_that_is_silent_for_a_day_is_forgotten():
+    """It runs nothing, so it does not keep the others' version from leading."""
+    fleet = Fleet()
+    fleet.start(A, 2)
+    fleet.start(B, 1)
+    fleet.look()
+    for _ in range(24):
+        fleet.look(B)
+    assert fleet.record.silent == [B]
+    assert fleet.record.leading is None
+    fleet.look(B)
+    assert fleet.record.leading
+    assert (fleet.record.leading.version, fleet.record.silent) == (2, [])
+
+
+def test_a_server_that_changes_its_lookahead_has_no_windows():
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 50)
+    fleet.look()
+    fleet.start(A, 1)
+    fleet.adaptive = True
+    for _ in range(2):
+        fleet.serve(A, 50, 1.0)
+        fleet.look()
+    assert fleet.requests(1) == 50
+    assert fleet.record.live("greedy") == ()
+    assert fleet.record.leading, "which draft it runs is known"
+
+
+def test_time_in_which_many_requests_generated_nothing_is_left_out():
+    """Scoring, and the request that SGLang adds for each one with several answers: they are no lost acceptance."""
+    fleet = Fleet()
+    fleet.start(A, 1)
+    fleet.look()
+    fleet.serve(A, 20)
+    fleet.total[A] = fleet.total[A].plus(Counters(requests=100, unsure=100))
+    fleet.look()
+    assert (fleet.requests(1), fleet.record.servers[A].unsure) == (0, True)
+    fleet.serve(A, 30)
+    fleet.look()
+    assert (fleet.requests(1), fleet.record.servers[A].unsure) == (30, False)
 
 
 def test_a_lookahead_is_remembered_until_the_next_start():

@@ -222,7 +222,7 @@ def test_the_newest_logs_are_read_first(tmp_path: Path):
     logs = tmp_path / "logs"
     for age in range(4):
         write_atomically(logs / f"{age}.jsonl", b"".join(chat(f"{age} {word}") + b"\n" for word in range(10)))
-        os.utime(logs / f"{age}.jsonl", (10**9 - age, 10**9 - age))
+        os.utime(logs / f"{age}.jsonl", (10**9, 10**9 - 3600 * age))
     for prompts, ages in ((10, {"0"}), (11, {"0", "1"}), (25, {"0", "1", "2"}), (100, {"0", "1", "2", "3"})):
         config = RequestLogConfig(folder=str(logs), prompts=prompts)
         record = sample_prompts(config, tmp_path / "out", no_finding, 1e9)
@@ -230,6 +230,19 @@ def test_the_newest_logs_are_read_first(tmp_path: Path):
         assert found.keys() == ages
         assert all(found[age] == 10 for age in ages - {max(ages)}), "of older ones only as many as are missing"
         assert (record.prompts, record.lines) == (min(prompts, 40), 10 * len(ages))
+
+
+def test_logs_of_the_same_hour_are_one(tmp_path: Path):
+    """A log for each tenant or replica: whichever was written last says nothing of what all users ask."""
+    for seconds, tenant in enumerate("abc"):
+        log = tmp_path / "logs" / f"{tenant}.jsonl"
+        write_atomically(log, b"".join(chat(f"{tenant} {word}") + b"\n" for word in range(200)))
+        os.utime(log, (10**9, 10**9 - 1000 * seconds))
+    config = RequestLogConfig(folder=str(tmp_path / "logs"), prompts=150)
+    record = sample_prompts(config, tmp_path / "out", no_finding, 1e9)
+    found = Counter(document.text.split()[0] for document in read_documents(record.path))
+    assert record.lines == 600
+    assert min(found[tenant] for tenant in "abc") > 25, "50 on average"
 
 
 ROTATED = ("a.jsonl", "a.jsonl.1", "a.jsonl-20261129", "a.jsonl.2026-11-29_03", "a-20261129.jsonl")

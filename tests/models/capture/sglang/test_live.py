@@ -18,7 +18,7 @@ from infra.records.data_path import CaptureSpec
 from infra.records.live import Attach, LiveRule, Taken, rank_socket
 from infra.refusal import Refusal
 from infra.settings import CAPTURE, live_socket
-from models.capture.sglang.live import PASSWORD, QUEUED, Live, wants
+from models.capture.sglang.live import NOTED, PASSWORD, QUEUED, Live, wants
 from models.capture.sglang.tap import Tap, open_tap
 from models.config.live import LiveServerConfig
 from tests.models.capture.sglang.fake_engine import FakeRequest
@@ -136,6 +136,15 @@ def test_texts_are_cut_and_the_oldest_forgotten(live: Live, place: LiveServerCon
     assert taken.text is not None
     assert taken.text.answer == (3, 1)
     assert taken.passed_over == 3
+    tap.close()
+
+
+def test_requests_of_a_burst_are_counted_though_nobody_has_looked_at_them(live: Live, place: LiveServerConfig) -> None:
+    tap = Tap(place, wanted())
+    for index in range(NOTED + 10):
+        live.offer(user_request(str(index)))
+    taken = tap.take()
+    assert (taken.finished, taken.passed_over) == (NOTED + 10, NOTED + 10 - QUEUED)
     tap.close()
 
 

@@ -17,6 +17,7 @@ from infra.files.atomic import write_atomically
 from infra.files.run_folder import RunFolder
 from infra.ledger.schema import samples
 from infra.records.data_path import TargetRecord
+from infra.sglang.config import SGLangConfig
 from models.capture import collect
 from models.capture.heldout import read_heldout
 from models.config.recipe import load_recipe
@@ -35,7 +36,8 @@ SECRETS = ("jane.doe@example.com", "sk-abcdefghijklmnopqrstuv0123", "4111 1111 1
 def operated(
     sglang_run: Callable[..., PreparedRun], path_in_memory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operated]:
-    with operated_server(sglang_run(), tmp_path_factory.mktemp("operated"), with_draft=True) as operated:
+    settings = SGLangConfig(arguments=("--sleep-on-idle",))
+    with operated_server(sglang_run(), tmp_path_factory.mktemp("operated"), True, settings) as operated:
         yield operated
 
 
@@ -56,6 +58,7 @@ def users(operated: Operated, tokenizer: PreTrainedTokenizerBase) -> Iterator[li
             try:
                 operated.ask(tokens)
                 counts[0] += 1
+                stop.wait(0.1)
             except httpx.HTTPError:
                 counts[1] += 1
                 stop.wait(0.2)
