@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from infra.config import left_out
@@ -22,6 +22,7 @@ from infra.files.lines import read_objects, write_objects
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import CheckpointRecord, Ranges, Record
+from models.tensor_file import write_tensors
 
 WEIGHTS, AVERAGED, STATE = "draft.safetensors", "averaged.safetensors", "state.pt"
 DRAFT, MANIFEST = "draft.json", "manifest.json"
@@ -113,7 +114,7 @@ class CheckpointSaver:
         aside.mkdir(parents=True)
         try:
             for name, content in tensors.items():
-                save_file({key: value.detach().cpu().contiguous() for key, value in content.items()}, aside / name)
+                write_tensors(aside / name, {key: x.detach().cpu().contiguous() for key, x in content.items()})
             torch.save(state, aside / STATE)
         except (SafetensorError, RuntimeError) as error:  # neither library keeps the operating system's error
             raise OSError(f"the checkpoint {aside} cannot be written, perhaps its disk is full: {error}") from error

@@ -17,7 +17,7 @@ from infra.serving.config import FollowConfig
 from infra.serving.control import OwnServer, RestartedServer, ServerControl, control_of
 from infra.serving.failures import ReportFailure, read_failure
 from infra.serving.gpu_locks import ServerGpus
-from infra.serving.rollout import Condition, RolloutState, SeenServer, ServerStep, in_words
+from infra.serving.rollout import Condition, RolloutState, SeenServer, ServerStep, StartOutcome, in_words
 from infra.serving.servers import ServerClient, ServerReport, version_of
 from infra.serving.versions import VersionFolder
 
@@ -134,7 +134,8 @@ class Fleet:
             self._unhealthy.pop(url, None)
             self._told.pop(url, None)
             version = version_of(report.draft, Path(self._config.folder), self._config.draft)
-            condition = self._answering(url, report.draft.start, version, state.started.get(url))
+            started = None if url in state.not_restarted else state.started.get(url)
+            condition = self._answering(url, report.draft.start, version, started)
             return LookedAt(SeenServer(url, condition, version), report if condition == "healthy" else None)
         self._unusable.pop(url, None)
         return LookedAt(SeenServer(url, self._condition(url, age, report, state, healthy)), None)
@@ -176,7 +177,7 @@ class Fleet:
     ) -> Condition:
         """Of a server that is not healthy and that no rollout has told to stop."""
         config, own, now = self._config, isinstance(self.controls[url], OwnServer), time.monotonic()
-        if age is None and own:
+        if (age is None and own) or url in state.not_restarted:
             self._unhealthy.pop(url, None)
             return self._down(url)
         is_new = url in state.started and age is not None
@@ -245,9 +246,13 @@ class Fleet:
         self._due[url] = time.monotonic() + min(BACKOFF_S * 2 ** self._failures[url], MOST_BACKOFF_S)
         self._failures[url] += 1
 
-    def start(self, step: ServerStep, arguments: Sequence[str]) -> bool:
-        """Start a server, or have it restarted; False where it may be as it was: its program is missing, or the command
-        fails that was to replace it."""
+    def with_restarted(self, state: RolloutState) -> RolloutState:
+        """The state without `not_restarted` servers that have answered as new ones although their command failed."""
+        left = (url for url in state.not_restarted if self._asked.get(url) in (None, self._starts.get(url, "")))
+        return state.model_copy(update={"not_restarted": tuple(left)})
+
+    def start(self, step: ServerStep, arguments: Sequence[str]) -> StartOutcome:
+        """Start a server, or have it restarted."""
         url = step.url
         self._say(f"{url} starts with {in_words(step.version)}")
         self._told.pop(url, None)
@@ -256,13 +261,15 @@ class Fleet:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
-            self.failed(url)
-            return step.kind == "start"
+            if step.kind == "stop":  # another one has failed when it is seen down
+                self.failed(url)
+            # A server that was down may be on its way although its command hangs.
+            return "started" if step.kind == "start" and isinstance(error, TimeoutExpired) else "failed"
         except Refusal as refusal:  # the others are followed all the same
             self._say(f"{url}: {refusal}")
             self.failed(url)
-            return False
-        return True
+            return "impossible"
+        return "started"
 
     def swap(self, url: str, ranks: int, version: VersionFolder, weights: str) -> None:
         """Load a version's weights into a running server. Raises httpx.HTTPError where it does not take them."""

@@ -25,6 +25,7 @@ from infra.serving.rollout import (
     SeenServer,
     ServerStep,
     Trial,
+    after_start,
     canaries,
     complete,
     heed,
@@ -33,6 +34,7 @@ from infra.serving.rollout import (
     judge,
     next_steps,
     reported,
+    starting,
     take_back,
     wanted_versions,
     with_control,
@@ -184,7 +186,7 @@ class Follower:
     def _note(self, looks: Sequence[LookedAt]) -> None:
         """What has become of starts and stops since the last round."""
         blamed: str | None = None
-        self._keep(with_control(self.state, [look.seen for look in looks]))
+        self._keep(self._fleet.with_restarted(with_control(self.state, [look.seen for look in looks])))
         for look in looks:
             url, condition = look.seen.url, look.seen.condition
             started, stopped = dict(self.state.started), dict(self.state.stopped)
@@ -327,11 +329,9 @@ class Follower:
                 if self._fleet.stop(step.url):
                     continue
                 self._keep(self.state.model_copy(update={"stopped": without(self.state.stopped, step.url)}))
-            started = {**self.state.started, step.url: step.version}
-            swapping = tuple(url for url in self.state.swapping if url != step.url)
-            self._keep(self.state.model_copy(update={"started": started, "swapping": swapping}))
-            if not self._fleet.start(step, self._arguments(step.version)):
-                self._keep(self.state.model_copy(update={"started": without(started, step.url)}))
+            self._keep(starting(self.state, step))
+            outcome = self._fleet.start(step, self._arguments(step.version))
+            self._keep(after_start(self.state, step, outcome))
         pairs = zip(seen, wanted, strict=True)
         done = all(one.condition == "healthy" and one.version == version for one, version in pairs)
         if not done or self.state.trial is not None:
@@ -346,7 +346,7 @@ class Follower:
     def _as_started(self, seen: SeenServer, wanted: int, report: ServerReport | None) -> SeenServer:
         """A server whose command or arguments are not those of the settings any more is replaced like a foreign one.
 
-        So is one whose swap was interrupted.
+        So is one whose swap was interrupted, or whose restart failed.
         """
         if seen.condition != "healthy":
             return seen
@@ -356,7 +356,8 @@ class Follower:
             return replace(seen, version=FOREIGN)
         if seen.version != wanted or wanted == FOREIGN:
             return seen
-        return seen if self._is_as_set(seen.url, wanted, report) else replace(seen, version=FOREIGN)
+        is_as_set = seen.url not in self.state.not_restarted and self._is_as_set(seen.url, wanted, report)
+        return seen if is_as_set else replace(seen, version=FOREIGN)
 
     def _is_as_set(self, url: str, version: int, report: ServerReport | None) -> bool:
         """Whether a server runs as the settings say. After a swap, its command line names the folder that it loaded."""

@@ -27,6 +27,8 @@ MAX_FAILURES = 3
 Value = TypeVar("Value")
 Condition = Literal["down", "waiting", "starting", "healthy", "draining"]
 """`waiting`: down, and its next start is not due."""
+StartOutcome = Literal["started", "failed", "impossible"]
+"""`failed`: its command ended with an error. `impossible`: there was no such command."""
 
 
 class ProbeAnswer(Record):
@@ -90,6 +92,8 @@ class RolloutState(Record):
     """The version that a server was started with and is not healthy with yet, by address."""
     swapping: tuple[str, ...] = ()
     """Addresses of servers whose weights may be half swapped: they are restarted."""
+    not_restarted: tuple[str, ...] = ()
+    """Addresses of servers whose last start failed at its command: those that answer may run with earlier arguments."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,24 @@ def in_words(version: int) -> str:
 def without(servers: Mapping[str, Value], url: str) -> dict[str, Value]:
     """All but one of them."""
     return {other: value for other, value in servers.items() if other != url}
+
+
+def starting(state: RolloutState, step: ServerStep) -> RolloutState:
+    """The state before a server is started."""
+    swapping, not_restarted = (
+        tuple(url for url in urls if url != step.url) for urls in (state.swapping, state.not_restarted)
+    )
+    started = {**state.started, step.url: step.version}
+    return state.model_copy(update={"started": started, "swapping": swapping, "not_restarted": not_restarted})
+
+
+def after_start(state: RolloutState, step: ServerStep, outcome: StartOutcome) -> RolloutState:
+    """The state after a server was started, or was not: then the version may be at fault if the server was down."""
+    if outcome == "started":
+        return state
+    counts = outcome == "failed" and step.kind == "start"
+    started = state.started if counts else without(state.started, step.url)
+    return state.model_copy(update={"started": started, "not_restarted": (*state.not_restarted, step.url)})
 
 
 def heed(state: RolloutState, told: int) -> RolloutState:

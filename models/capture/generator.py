@@ -24,7 +24,7 @@ from infra.refusal import Refusal
 from infra.run.gpu_use import measured_use
 from infra.transport.choice import sweep
 from models.capture.engine import CANARY_TOKENS, Captured, CaptureEngine, EngineError, StoredEngine
-from models.capture.heldout import make_heldout
+from models.capture.heldout import lacks_heldout, make_heldout
 from models.capture.readers import Readers
 from models.devices import limit_memory
 from models.run import PreparedRun
@@ -42,7 +42,7 @@ class Generator:
     """Keeps its engine busy with leased samples, and records results in the ledger."""
 
     def __init__(self, run: PreparedRun, engine: CaptureEngine, owner: str):
-        self.owner, self.engine = owner, engine
+        self._run, self.owner, self.engine = run, owner, engine
         self.ledger, self.transport, self.samples = run.open_ledger(), run.open_transport(), run.open_samples()
         self.readers = Readers(run)
         self.lease_samples = run.config.generator.leased
@@ -53,6 +53,8 @@ class Generator:
         self._idle_s = IDLE_S[0]
         self._waiting: deque[Lease] = deque()
         self._flying: dict[Future[Captured], tuple[Lease, float]] = {}
+        self._heldout: Future[None] | None = None
+        """Held-out texts that are being made."""
         self._last_done = self._renewed = 0.0
 
     def run(self) -> int:
@@ -70,6 +72,8 @@ class Generator:
                     published += self._collect(threads)
                 while self._flying and self.stopping and not self.engine.waits:
                     published += self._collect(threads)
+                if self._heldout is not None:
+                    self._heldout.cancel()
         finally:
             self.ledger.give_back(self.owner)
         return published
@@ -98,7 +102,19 @@ class Generator:
         if time.perf_counter() - self._renewed > self.renew_s:
             self._renewed = time.perf_counter()
             self.ledger.renew(self.owner)
+            self._look_for_heldout(threads)
         return published
+
+    def _look_for_heldout(self, threads: ThreadPoolExecutor) -> None:
+        """Have the held-out texts made among the captures where there are none: whoever began them may be lost.
+
+        Raises what made the last attempt fail.
+        """
+        if self._heldout is not None and self._heldout.done():
+            self._heldout.result()
+            self._heldout = None
+        if self._heldout is None and not self.stopping and lacks_heldout(self._run):
+            self._heldout = threads.submit(make_heldout, self._run, self.engine)
 
     def _fill(self, threads: ThreadPoolExecutor) -> None:
         """Submit one sample more than the engine captures at a time, so that it never waits for the ledger."""
@@ -208,7 +224,8 @@ def main() -> None:
         generator = Generator(run, engine, f"generator-{arguments.index}")
         generator.take_over()
         generator.check_canaries()
-        # Not generator 0 alone, whose device may be broken. While one makes the texts, the others go on without them.
+        # Not generator 0 alone, whose device may be broken. While one makes the texts, the others go on without them,
+        # and look again later.
         write_atomically(run.folder.precision, engine.precision())
         make_heldout(run, engine)
         signal.signal(signal.SIGTERM, generator.stop)

@@ -1,6 +1,6 @@
 """The held-out texts of a run: the target's continuations of a few held-out prompts, with its hidden states.
 
-One generator makes them, once per run; the trainer simulates acceptance on them.
+One generator makes them, once per run, another one where it is lost; the trainer simulates acceptance on them.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from infra.files.atomic import replacing, sync_file
@@ -20,6 +19,7 @@ from models.capture.engine import CaptureEngine, Continued
 from models.data.media import Prompt
 from models.data.prompts import heldout_prompts, seen_prompts
 from models.run import PreparedRun
+from models.tensor_file import write_tensors
 
 
 def wanted(run: PreparedRun) -> bool:
@@ -28,16 +28,21 @@ def wanted(run: PreparedRun) -> bool:
     return 0 < every <= run.config.training.total_steps(run.samples.train_samples)
 
 
+def lacks_heldout(run: PreparedRun) -> bool:
+    """Whether the run needs the texts and has none. A damaged file counts as texts until `read_heldout` removes it."""
+    return wanted(run) and not run.folder.heldout.exists()
+
+
 def make_heldout(run: PreparedRun, engine: CaptureEngine) -> None:
     """Continue the prompts and write the texts, unless the run already has them or another generator makes them now.
 
     Texts are at most as long as the longest sample, for which engines are configured.
     """
-    if not wanted(run):
+    if not lacks_heldout(run):
         return
     path = run.folder.heldout
     with suppress(LockHeldError), hold(path.with_name(f".{path.name}.lock")):
-        if read_heldout(path) is None:
+        if lacks_heldout(run):
             write_heldout(path, _continue(run, engine))
 
 
@@ -59,12 +64,24 @@ def write_heldout(path: Path, texts: Sequence[Continued]) -> None:
     tokens = [[list(text.prompt), list(text.continuation), text.shown] for text in texts]
     # By its name: `save` would take the size of the file twice in memory.
     with replacing(path) as file:
-        save_file(tensors, file.name, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
-        sync_file(Path(file.name))  # not the file that was opened: save_file replaces it
+        write_tensors(Path(file.name), tensors, {"texts": json.dumps(tokens), "sha256": _sha256(tensors)})
+        sync_file(Path(file.name))  # not the file that was opened, which is replaced
 
 
 def read_heldout(path: Path) -> list[Continued] | None:
-    """The texts in a file of `write_heldout`; None if it is missing or damaged."""
+    """The texts in a file of `write_heldout`; None if it is missing.
+
+    So too if it is damaged: then it is removed, so that a generator makes the texts again.
+    """
+    if not path.exists():  # it may come at any moment, and is not removed then
+        return None
+    texts = _read_whole(path)
+    if texts is None:
+        path.unlink(missing_ok=True)
+    return texts
+
+
+def _read_whole(path: Path) -> list[Continued] | None:
     try:
         with safe_open(path, framework="pt") as file:
             texts, sha256 = json.loads(file.metadata()["texts"]), file.metadata()["sha256"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from infra.files.atomic import sha256_file, write_atomically
@@ -44,6 +44,7 @@ from models.export.stitched import can_link, stitch
 from models.run import PreparedRun
 from models.targets.own_layer import OwnLayer
 from models.targets.weights import read_target_head, tensor_files
+from models.tensor_file import write_tensors
 
 MAPS = ("d2t", "t2d")
 NOT_THE_LAYERS = ("quantization_config", "auto_map")
@@ -93,7 +94,7 @@ def write_export(
     of_target = draft.target_tensors()
     given = of_target or draft.state_dict() | draft.engine_copies()
     tensors = {name: _rounded(name, each, target.dtype) for name, each in given.items()}
-    save_file(tensors | maps, folder / WEIGHTS)
+    write_tensors(folder / WEIGHTS, tensors | maps)
     block = block_of(draft.config, draft.aux_layer_ids, vocabulary.target_size, served=engine is not None)
     own = {name: value for name, value in target.tree.items() if of_target and name not in NOT_THE_LAYERS}
     settings = own | (speculators or {}) | (engine or {}) | target.settings | {BLOCK: extra | block}

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from infra.refusal import Refusal
 from models.drafts.base import Draft
 from models.targets.own_layer import OwnLayer
 from models.targets.weights import tensor_files
+from models.tensor_file import write_tensors
 
 LEFT_OUT = (".cache", ".git")
 
@@ -64,7 +65,7 @@ def _rewrite(file: Path, changed: Mapping[str, Tensor], place: Path) -> None:
     tensors = load_file(file)
     for name in tensors.keys() & changed.keys():
         tensors[name] = changed[name].to("cpu", tensors[name].dtype).contiguous()
-    save_file(tensors, place, metadata)
+    write_tensors(place, tensors, metadata)
 
 
 def _link(file: Path, place: Path) -> None:

@@ -197,6 +197,38 @@ def test_a_restart_that_fails_is_tried_again_later(
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_dead_server_whose_restart_fails_is_restarted_again_before_a_start_times_out(
+    world: ServingWorld, supervised: Callable[[str], ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.serving.fleet.BACKOFF_S", 0.01)
+    server = supervised("exit 1")
+    world.promote(version := world.register())
+    follower = world.follower(servers=(server,), unhealthy_s=0.1, start_timeout_s=86_400)
+    rounds_until(follower, lambda: any("non-zero exit status" in line for line in world.said))
+    supervised("new $DRAFT_ARGUMENTS")
+    world.settle(follower)
+    assert (world.running(), world.champion()) == ([version], version)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_restart_for_new_arguments_alone_that_fails_is_tried_again(
+    world: ServingWorld, supervised: Callable[[str], ServerConfig]
+) -> None:
+    """Version and address of the server tell nothing then, and the file of its arguments holds the new ones."""
+    server = supervised("new $DRAFT_ARGUMENTS")
+    world.promote(version := world.register())
+    world.settle(world.follower(servers=(server,), unhealthy_s=0.1))
+    changed = {"servers": (server,), "arguments": ("--speculative-algorithm", "EAGLE")}
+    supervised("exit 1")
+    follower = world.follower(**changed)
+    rounds_until(follower, lambda: runs_of(world) == 2)
+    assert not follower.round()
+    supervised("old; new $DRAFT_ARGUMENTS")
+    world.settle(world.follower(**changed))  # which knows of no failure but by the state
+    assert (world.running(), runs_of(world)) == ([version], 3)
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
 @pytest.mark.timeout(120)
 def test_a_follower_that_is_started_without_mlflow_starts_dead_servers(world: ServingWorld) -> None:
     """MLflow's own client would try for four minutes to find a version, and again."""

@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from sqlalchemy import event
 from torch import Tensor
 
+from infra.files.locks import hold
 from infra.files.run_folder import RunFolder
 from infra.ledger.ledger import Ledger
 from infra.records.data_path import SampleProgress
@@ -99,11 +100,15 @@ def running(run: PreparedRun, engine: PlainEngine, owner: str) -> Iterator[Calla
             generator.stopping = True
 
 
-def wait_for(ledger: Ledger, expected: SampleProgress) -> None:
+def wait_until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 300
-    while ledger.progress().model_copy(update={"bytes_held": 0}) != expected and time.monotonic() < deadline:
+    while not done() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ledger.progress().model_copy(update={"bytes_held": 0}) == expected
+    assert done()
+
+
+def wait_for(ledger: Ledger, expected: SampleProgress) -> None:
+    wait_until(lambda: ledger.progress().model_copy(update={"bytes_held": 0}) == expected)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +178,21 @@ def test_captures_that_ended_together_are_published_at_once_whatever_happened_to
     assert len(commits) == 1
     assert (generator.ledger.progress().leased, generator.ledger.progress().ready) == (1, 2)
     assert set(generator.transport.keys()) == {generator.ledger.key(lease) for lease in leases[2:]}
+
+
+def test_texts_that_the_generator_at_them_has_left_are_made_by_another(make_run: MakeRun) -> None:
+    """It was lost after the others had begun, and does not come back."""
+    settings = ("training.heldout_steps=1", "training.heldout_prompts=2", "ledger.lease_seconds=1")
+    run = opened(make_run("run", *SMALL, *settings))
+    path = run.folder.heldout
+    with ExitStack() as others, run.open_ledger() as ledger:
+        others.enter_context(hold(path.with_name(f".{path.name}.lock")))
+        with running(run, PlainEngine(run), "generator-1"):
+            wait_for(ledger, SampleProgress(ready=12))
+            assert not path.exists()
+            others.close()
+            wait_until(path.exists)
+    assert read_heldout(path)
 
 
 def test_any_generator_leaves_what_trainer_and_export_read(

@@ -51,11 +51,12 @@ def test_writing_needs_no_second_copy_of_the_file(tmp_path: Path) -> None:
     ],
     ids=["empty", "torn", "zeroed", "last tensor zeroed"],
 )
-def test_a_damaged_file_counts_as_missing(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_file_is_removed(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     file = tmp_path / "heldout.safetensors"
     write_heldout(file, TEXTS)
     file.write_bytes(damage(file.read_bytes()))
     assert read_heldout(file) is None
+    assert not file.exists()
 
 
 class CountedEngine(PlainEngine):
@@ -81,7 +82,10 @@ def test_one_of_several_generators_makes_the_texts_and_the_others_do_not_wait(
     make_heldout(run, engine)
     assert engine.continued == 1
     assert read_heldout(path)
-    path.write_bytes(b"")  # damaged: a resumed run makes them again
+    path.write_bytes(b"")  # damaged, which the trainer notices, and not each generator that starts
+    make_heldout(run, engine)
+    assert engine.continued == 1
+    assert read_heldout(path) is None
     make_heldout(run, engine)
     assert engine.continued == 2
     assert read_heldout(path)

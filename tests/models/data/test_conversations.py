@@ -87,6 +87,18 @@ REFUSALS = {
     "half a mask": ('{"input_ids": [1, 2], "loss_mask": [1]}', r":1: input_ids need a loss_mask of the same length"),
     "a negative token": ('{"input_ids": [-1], "loss_mask": [1]}', r":1: input_ids are whole numbers from 0"),
     "a doubtful mask": ('{"input_ids": [1], "loss_mask": [2]}', r":1: input_ids are whole numbers from 0"),
+    "nested images of an answer": (
+        GOOD
+        + '{"text": "x", "generated": [{"input_ids": [1], "loss_mask": [1], "images": '
+        + "[" * 900
+        + "]" * 900
+        + "}]}",
+        r"a\.jsonl:2: a sample of `generated` needs a whole number as room and a list of addresses as images",
+    ),
+    "a room in words": (
+        GOOD + '{"text": "x", "generated": [{"input_ids": [1], "loss_mask": [1], "room": "much"}]}',
+        r"a\.jsonl:2: a sample of `generated` needs a whole number as room",
+    ),
     "empty": ("", r"a\.jsonl is empty"),
     "blank": ("\n  \n", r"a\.jsonl is empty"),
 }

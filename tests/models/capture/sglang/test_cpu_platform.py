@@ -80,3 +80,41 @@ def test_other_accelerators_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert cpu_platform.activate() is None
+
+
+STOCK = {
+    "sglang/__init__.py": "",
+    "sglang/srt/__init__.py": "",
+    "sglang/srt/platforms/__init__.py": "",
+    "sglang/srt/platforms/cpu.py": "class CpuDeviceMixin: ...",
+    "sglang/srt/platforms/device_mixin.py": "class PlatformEnum:\n    OOT = 'oot'",
+    "sglang/srt/platforms/interface.py": "class SRTPlatform: ...\nPlatformCapabilities = dict",
+    "sglang/srt/plugins/__init__.py": "",
+    "sglang/srt/plugins/hook_registry.py": """
+from types import SimpleNamespace
+HookType = SimpleNamespace(AROUND="around")
+hooks = {}
+HookRegistry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({(target, kind): hook}))
+""",
+}
+BIND = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import models.capture.sglang.cpu_platform_class
+from sglang.srt.plugins.hook_registry import hooks
+bind = hooks["sglang.srt.distributed.bootstrap._init_cpu_threads_env", "around"]
+bind(lambda **named: print("bound without kernels"), local_omp_cpuid=[0])
+library = torch.library.Library("sgl_kernel", "FRAGMENT")
+library.define("init_cpu_threads_env(str cores) -> str")
+bind(lambda **named: print("bound", named), local_omp_cpuid=[0])
+"""
+
+
+def test_threads_are_bound_only_where_sglangs_kernels_are_installed(tmp_path: Path) -> None:
+    """SGLang asks for these kernels on every ARM processor; without them a server would end as it starts."""
+    for name, text in STOCK.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-c", BIND, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert said == "bound {'local_omp_cpuid': [0]}\n"

@@ -52,7 +52,8 @@ class Served:
 DIVIDED = SGLangConfig(tensor_parallel=2, attention_data_parallel=2)
 SERVERS = {
     "draft": (True, PLAIN),
-    "draft, two copies": (True, SGLangConfig(data_parallel=2)),
+    # Three processes that spin would keep the other tests waiting.
+    "draft, two copies": (True, SGLangConfig(data_parallel=2, arguments=("--sleep-on-idle",))),
     "no draft": (False, PLAIN),
     "no draft, data-parallel attention": (False, DIVIDED),
 }

@@ -4,11 +4,12 @@ import pytest
 import torch
 from emulated_device import DEVICE, emulated_device
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.drafts.eagle3 import attention
 from models.drafts.eagle3 import kernels as kernels_module
 from models.drafts.eagle3.attention import Earlier, step_attention
-from models.drafts.eagle3.kernels import Attended, CpuFlash, CudaFlash, Kernel, PlainKernel
+from models.drafts.eagle3.kernels import Attended, CpuFlash, CudaFlash, Kernel, PlainKernel, fastest_kernel
 
 KERNELS: list[Kernel] = [PlainKernel(), CpuFlash()]
 kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
@@ -135,3 +136,17 @@ def test_long_float32_scores_do_not_lose_the_own_columns():
     values = [torch.full((3, 1, 8), float(step)) for step in range(3)]
     found = step_attention(q, list(zip(keys, values, strict=True)), (3,))
     assert torch.allclose(found, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "kernel"),
+    [
+        ((9, 0), torch.bfloat16, CudaFlash),
+        ((9, 0), torch.float32, PlainKernel),
+        ((7, 5), torch.bfloat16, PlainKernel),
+    ],
+)
+def test_flash_attention_runs_where_the_gpu_has_it(monkeypatch, capability, dtype, kernel):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _device: capability)
+    with FakeTensorMode():
+        assert type(fastest_kernel(torch.empty(2, 1, 8, dtype=dtype, device="cuda"))) is kernel
