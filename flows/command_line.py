@@ -16,6 +16,7 @@ from flows.follow_command import serve_follow
 from flows.init_command import init
 from flows.stack_command import down, ui, up
 from flows.status_command import find_run, status
+from infra.files.folders import check_working_folder
 from infra.processes.exit import run_main
 from infra.redaction import redacted
 from infra.refusal import Refusal
@@ -115,8 +116,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows a question mark
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+    def run() -> None:
+        check_working_folder()
+        app()
+
     try:
-        run_main(app)
+        run_main(run)
     except ProcessFailedError as error:
         print(f"error: {redacted(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None

@@ -4,13 +4,14 @@ Everything runs under supervisors of the command's process: stopped, killed or c
 """
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 import typer
 
 from infra.files.atomic import write_atomically
+from infra.files.folders import owner_of
 from infra.files.locks import LockHeldError, hold
 from infra.network.health import public, trouble
 from infra.network.ports import HOST, free_port, is_free
@@ -95,6 +97,7 @@ def up(
             "`draftsmith retrain RECIPE` need none"
         )
     _check_owner(_folder("stack"))
+    check_host(_folder("stack"))
     if background:
         _start_in_background(_folder("stack"), prefect_port, mlflow_port, take_over)
         return
@@ -112,8 +115,10 @@ def down() -> None:
     if not folder.is_dir():
         print(f"nothing is up: there is no {folder}")
         return
+    check_host(folder)
     try:
         with hold(folder / "lock"):
+            _host_file(folder).unlink(missing_ok=True)
             print("nothing is up")
             return
     except LockHeldError:
@@ -138,7 +143,11 @@ def serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]], 
             for note in ("stop", "addresses"):
                 (folder / note).unlink(missing_ok=True)
             owner = Owner(name, folder / "logs", locks=(lock.descriptor,))
-            with closing(Stack(folder, owner, stop, restarts)) as stack, _set_by(folder / "stop", stop):
+            with (
+                _host_noted(folder),
+                closing(Stack(folder, owner, stop, restarts)) as stack,
+                _set_by(folder / "stop", stop),
+            ):
                 print("starting: a minute the first time", flush=True)
                 addresses, environment = start(stack)
                 if not stop.is_set():
@@ -152,6 +161,48 @@ def serve(name: str, start: Callable[["Stack"], tuple[str, Mapping[str, str]]], 
             (folder / "stop").unlink(missing_ok=True)
     except LockHeldError:
         raise _up_already(folder) from None
+
+
+@contextmanager
+def _host_noted(folder: Path) -> Iterator[None]:
+    """Note on which machine the stack is. The note stays when this process is killed."""
+    write_atomically(_host_file(folder), platform.node())
+    try:
+        yield
+    finally:
+        _host_file(folder).unlink(missing_ok=True)
+
+
+def _host_file(folder: Path) -> Path:
+    return folder / "host"
+
+
+def _other_host(folder: Path) -> str | None:
+    """The other machine on which the stack was started, and has not ended as far as is noted."""
+    file = _host_file(folder)
+    host = file.read_text() if file.is_file() else None
+    return None if host == platform.node() else host
+
+
+def check_host(folder: Path, mounts: Path = Path("/proc/mounts")) -> None:
+    """Raise Refusal where a stack may live on another machine although its lock is free.
+
+    Locks of a network file system may hold on one machine alone, and two PostgreSQL servers would destroy their data.
+    On a local disk another name is this machine's earlier one, as that of a container.
+    """
+    from infra.ledger.database import refuse_network_file_system
+
+    host, file = _other_host(folder), _host_file(folder)
+    if host is None:
+        return
+    try:
+        refuse_network_file_system(file, mounts)
+    except Refusal:
+        with suppress(LockHeldError), hold(folder / "lock"):
+            raise Refusal(
+                f"the stack in {folder} was started on {host}, and nothing says that it ended there: give `draftsmith "
+                f"down` there; where that machine is gone, delete {file}"
+            ) from None
 
 
 @contextmanager
@@ -292,16 +343,9 @@ def _check_owner(folder: Path) -> None:
             continue
         except PermissionError:
             raise Refusal(
-                f"{folder} belongs to {_owner_of(folder)}, and a stack has one owner: have it started by that user, or "
+                f"{folder} belongs to {owner_of(folder)}, and a stack has one owner: have it started by that user, or "
                 "set $DRAFTSMITH_RUNS to a folder of your own"
             ) from None
-
-
-def _owner_of(path: Path) -> str:
-    try:
-        return path.owner()
-    except KeyError:  # no entry in /etc/passwd
-        return f"user {path.stat().st_uid}"
 
 
 def _local(port: int | None) -> str:
@@ -317,6 +361,10 @@ def _up_already(folder: Path) -> Refusal:
         shown = ", ".join((folder / "addresses").read_text().splitlines())
     except FileNotFoundError:
         shown = "it is still starting"
+    if host := _other_host(folder):
+        return Refusal(
+            f"it is up already on {host}: {shown}; look at it there, or give Ctrl-C or `draftsmith down` there"
+        )
     return Refusal(f"it is up already: {shown}; stop it by Ctrl-C, or what `up` started by `draftsmith down`")
 
 

@@ -77,7 +77,8 @@ def shared_memory_folder() -> Path:
 DATA_PLANE = (
     *("DRAFTSMITH_", "PYTHON", "OMP_", "MKL_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "SGLANG_", "MC_"),
     *("HF_", "TRANSFORMERS_", "MLFLOW_", "AWS_", "PG"),
-    *("SSL_CERT_", "http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy", "ALL_PROXY"),
+    *("SSL_CERT_", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("http", "no_proxy", "HTTP", "NO_PROXY", "all_proxy", "ALL_PROXY"),
 )
 """Prefixes of variables that the data plane and its libraries read."""
 

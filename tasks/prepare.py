@@ -1,6 +1,7 @@
 """Prepares target and samples, both cached by content hash, and plans the run before any GPU is leased."""
 
 import math
+import os
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
@@ -224,7 +225,7 @@ def _budget(
     if transport.folder is None and config.pools.kind == "local" and transport.kind != "arena":
         # Once for all processes: other runs take shared memory, and free it. A folder there that the run's owner has
         # not taken is nobody's: another run would sweep it away.
-        on_disk = on_disk or not run_memory_folder(folder).is_dir() or bool(shortage(transport, budget))
+        on_disk = on_disk or not os.path.isdir(run_memory_folder(folder)) or bool(shortage(transport, budget))
     return budget, on_disk
 
 

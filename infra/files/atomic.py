@@ -1,5 +1,6 @@
 """Files that are never read half-written: written to a temporary file, fsynced, renamed."""
 
+import errno
 import hashlib
 import os
 import secrets
@@ -38,10 +39,13 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable."""
+    """Make renames inside `folder` durable, where its file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some of FUSE and SMB sync no folder
+            raise
     finally:
         os.close(descriptor)
 

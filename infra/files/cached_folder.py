@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from infra.files.atomic import sync_file, sync_folder
+from infra.files.folders import make_folder
+from infra.files.locks import LockHeldError, hold
 from infra.files.private import keep_private
 from infra.refusal import Refusal
 
@@ -25,20 +25,20 @@ def build_once(
     `private_since`: it is made of prompts of users that were sampled then (`infra.files.private`).
 
     Raises:
-        Refusal: another process has been building for longer than `timeout_s`.
+        Refusal: another process has been building for longer than `timeout_s`, the folder above may not be created, or
+            its file system has no locks.
     """
     if folder.is_dir():
         with suppress(OSError):  # a cache that somebody else filled, or a read-only one, is theirs to clean up
             os.utime(folder)
         return False
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"), timeout=timeout_s)
+    make_folder(folder.parent)
     try:
-        with lock:
+        with hold(folder.with_name(f".{folder.name}.lock"), wait_s=timeout_s):
             if folder.is_dir():
                 return False
             _build(folder, build, private_since)
-    except Timeout as error:
+    except LockHeldError as error:
         raise Refusal(
             f"another process has been building {folder} for over {timeout_s:.0f} s: stop it, or wait and try again"
         ) from error

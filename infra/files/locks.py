@@ -12,7 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,10 @@ GONE = ".gone-"
 """In the name of a folder that is being removed."""
 LOCKLESS_S = 86_400.0
 """A folder without a lock is swept when it is older than this."""
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What `flock` answers on a file system that has no locks."""
+WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What `link` answers on a file system that has no hard links."""
 
 
 class LockHeldError(Exception):
@@ -50,7 +54,7 @@ def hold(path: Path, wait_s: float = 0.0, for_everybody: bool = False) -> Iterat
 
     A lock `for_everybody` is one that other users of this machine take too: its folder is made with the mode of /tmp.
     Raises PermissionError where its owner keeps others out, and OSError for a folder or file that is a symbolic link,
-    which another user might have placed there.
+    which another user might have placed there. Raises Refusal on a file system without locks.
     """
     if for_everybody:
         _make_shared_folder(path.parent)
@@ -65,11 +69,13 @@ def _lock(path: Path, wait_s: float, for_everybody: bool) -> int:
     """A descriptor that holds the lock. The lock counts only if its file is still the one at `path`."""
     deadline = time.monotonic() + wait_s
     while True:
-        descriptor = _open(path, for_everybody)
-        taken = _try(descriptor)
-        if taken and _is_at(descriptor, path):
-            return descriptor
-        os.close(descriptor)
+        with ExitStack() as undo:
+            descriptor = _open(path, for_everybody)
+            undo.callback(os.close, descriptor)
+            taken = _try(descriptor, path)
+            if taken and _is_at(descriptor, path):
+                undo.pop_all()
+                return descriptor
         if not taken:
             if time.monotonic() >= deadline:
                 raise LockHeldError(str(path))
@@ -96,11 +102,19 @@ def _open(path: Path, for_everybody: bool) -> int:
 
 
 def _create_for_everybody(path: Path) -> None:
-    """Create the file so that it appears with its mode, whatever the umask is: others may open it at once."""
+    """Create the file so that it appears with its mode, whatever the umask is: others may open it at once.
+
+    Where the file system has no hard links, it has its mode a moment later.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         os.fchmod(descriptor, LOCK_FILE)
         os.link(name, path)
+    except OSError as error:
+        if error.errno not in WITHOUT_LINKS:
+            raise
+        with path.open("x") as file:
+            os.fchmod(file.fileno(), LOCK_FILE)
     finally:
         os.close(descriptor)
         os.unlink(name)
@@ -123,11 +137,19 @@ def _make_shared_folder(folder: Path) -> None:
         folder.chmod(SHARED_FOLDER)
 
 
-def _try(descriptor: int) -> bool:
+def _try(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        raise Refusal(
+            f"{path} is on a file system without locks ({error.strerror}): have it mounted with locks (Lustre: -o "
+            "flock; NFS: with its lock service), or set what names the folder ($DRAFTSMITH_RUNS, $DRAFTSMITH_CACHE or "
+            "$TMPDIR) to one on another file system"
+        ) from error
     return True
 
 

@@ -3,9 +3,15 @@
 Closing a file drops all locks that this process has on it, also those of a connection that is still open.
 """
 
+import os
+import shlex
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+
+from infra.files.folders import owner_of
+from infra.refusal import Refusal
+from infra.user import user_name
 
 PRIMARY = 0xFF
 """Bits of SQLite's error codes that name the error; the others say more about it."""
@@ -21,3 +27,14 @@ def is_other_file(file: Path) -> bool:
         # Locked, full or damaged further on is not for this question.
         return error.sqlite_errorcode & PRIMARY == sqlite3.SQLITE_NOTADB
     return False
+
+
+def check_writable(database: Path) -> None:
+    """Raise Refusal where this user may not write a database, or the write-ahead log beside it; one may be missing."""
+    files = [database.with_name(f"{database.name}{suffix}") for suffix in ("", "-wal", "-shm")]
+    denied = [file for file in files if file.exists() and not os.access(file, os.W_OK)]
+    if denied:
+        raise Refusal(
+            f"{denied[0]} belongs to {owner_of(denied[0])}, and this user may not write to it: have it given over: "
+            f"sudo chown {user_name()} {shlex.join(map(str, denied))}"
+        )

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.files.locks import LockHeldError, hold
@@ -166,13 +165,13 @@ def _remove_cached(folder: Path, dated: Path, days: float) -> bool:
         return False
     try:
         # The lock under which the folder is built: nobody can find it half-removed.
-        with FileLock(folder.with_name(f".{name}.lock"), timeout=0):
+        with hold(folder.with_name(f".{name}.lock")):
             if not _is_older(dated, days):  # used meanwhile
                 return False
             aside = folder.with_name(f".{folder.name}.removed")
             folder.rename(aside)
             shutil.rmtree(aside)
-    except (Timeout, PermissionError):  # in use, or another user's of the same group
+    except (LockHeldError, PermissionError):  # in use, or another user's of the same group
         return False
     return True
 

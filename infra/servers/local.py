@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from infra.files.folders import make_folder
+from infra.files.sqlite_file import check_writable
 from infra.network.health import trouble
 from infra.network.ports import HOST, reserved_port
 from infra.processes.process import Owner, Process, module, start
@@ -76,9 +77,13 @@ def new_credential() -> str:
 def start_prefect(owner: Owner, port: int, credential: str, settings: Mapping[str, str] | None = None) -> Server:
     """Prefect's server; without `settings` over its home database, in which runs made without a server are, too.
 
+    Raises Refusal where that database cannot be made or written.
+
     Its API can start commands through the deployments' work pools, so it answers only requests with
     `credential`, and no page of another origin may ask it (other users of the machine, a web page in a browser here).
     """
+    if settings is None:
+        _check_prefect_home()
     address = f"http://{HOST}:{port}"
     guarded = {
         AUTH_STRING: credential,
@@ -94,7 +99,7 @@ def start_prefect(owner: Owner, port: int, credential: str, settings: Mapping[st
 
 
 def start_mlflow(owner: Owner, port: int, settings: Mapping[str, str] | None = None) -> Server:
-    """MLflow's server; without `settings` over the runs' database and files."""
+    """MLflow's server; without `settings` over the runs' database and files. Raises Refusal where it may not write."""
     address = f"http://{HOST}:{port}"
     guarded = {
         # Also refuses names that a foreign page has let point to this machine (DNS rebinding).
@@ -113,6 +118,7 @@ def _runs_store() -> dict[str, str]:
     if uri.startswith(SQLITE):
         database = Path(uri.removeprefix(SQLITE)).absolute()
         artifacts = database.with_name(f"{database.stem}-artifacts")
+        check_writable(database)
         if not database.exists():
             from infra.tracking.client import connect
 
@@ -161,13 +167,14 @@ def wait_until_up(servers: Sequence[Server], stop: threading.Event | None = None
 
 
 def _check_prefect_home() -> None:
-    """Raise Refusal where Prefect's database cannot be made; its server would print a hundred lines."""
+    """Raise Refusal where Prefect's database cannot be made or written; its server would print a hundred lines."""
     home = prefect_home()
     make_folder(home)
     if not os.access(home, os.W_OK | os.X_OK):
         raise Refusal(
             f"Prefect keeps its database in {home}, which is not writable: set $PREFECT_HOME to a folder of yours"
         )
+    check_writable(home / "prefect.db")
 
 
 @contextmanager
@@ -181,7 +188,6 @@ def prefect_api() -> Iterator[None]:
     if prefect_api_url() is not None:
         yield
         return
-    _check_prefect_home()
     credential = new_credential()
     # It binds after seconds of loading, when another server could have taken the port.
     with reserved_port() as (port, _):

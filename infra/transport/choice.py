@@ -43,7 +43,8 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
     if not own and run.sharing.is_file() and read_sharing(run).on_disk:
         return run.path / "objects"
     place = Path(config.folder or "") / f"draftsmith-{run.name}" if own else run_memory_folder(run)
-    if not place.is_dir() and (problem := shortage(config, budget_of(config, run))):
+    # Of a folder below one that this user may not enter, Path.is_dir raises PermissionError.
+    if not os.path.isdir(place) and (problem := shortage(config, budget_of(config, run))):
         if config.kind == "arena":
             raise Refusal(f"transport.kind=arena does not fit: {problem}")
         if not own:
@@ -52,18 +53,23 @@ def objects_folder(config: TransportConfig, run: RunFolder) -> Path:
 
 
 def shortage(config: TransportConfig, budget: int) -> str:
-    """The missing space for a run's objects of `budget` bytes, and the remedy; empty if there is enough."""
+    """What keeps a run's objects of `budget` bytes out of memory, and the remedy; empty if they fit."""
     memory = Path(config.folder) if config.folder and config.kind != "stored" else shared_memory_folder()
     there = existing(memory)
+    # With other kinds the run folder is used already.
+    otherwise = ", or set transport.kind=auto to use the run folder" if config.kind == "arena" else ""
     if config.folder is None and there != memory:
-        return f"{memory} does not exist: set transport.folder, or transport.kind=auto to use the run folder"
+        return f"{memory} does not exist: set transport.folder{otherwise}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        another = "transport.folder to another folder" if config.folder else "$DRAFTSMITH_SHM to a tmpfs of yours"
+        return f"{there} is not writable: make it so, or set {another}{otherwise}"
     room, wanted = os.statvfs(there), _object_bytes(config, budget) + SPARE
     free = room.f_frsize * room.f_bavail
     if free >= wanted:
         return ""
     return (
         f"{free // 2**20} MiB are free in {memory}, and {-(-wanted // 2**20)} MiB are needed: make it larger (for a "
-        "container, --shm-size), lower transport.budget_mib, or set transport.kind=auto to use the run folder"
+        f"container, --shm-size), or lower transport.budget_mib{otherwise}"
     )
 
 
@@ -117,7 +123,7 @@ def resolved(config: TransportConfig, run: RunFolder) -> TransportConfig:
     if config.kind in IN_FOLDERS and config.folder is not None:
         return config.model_copy(update={"folder": str(Path(config.folder).absolute())})
     place = run_memory_folder(run)
-    has_place = config.kind in IN_FOLDERS and place.is_dir()
+    has_place = config.kind in IN_FOLDERS and os.path.isdir(place)
     if not has_place or objects_folder(config, run).parent != place:
         return config
     kind = "arena" if config.kind == "auto" else config.kind

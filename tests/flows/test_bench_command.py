@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from flows import bench_command
 from flows.command_line import app
 from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.gpus import Gpus
 from infra.pools.local import LocalPools
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -63,6 +64,20 @@ def test_a_bench_takes_no_gpu_that_a_run_holds(machine: LocalPools, tmp_path: Pa
     with pytest.raises(Refusal, match=r"2 are held by other runs or followers now; .* CPU \(CUDA_VISIBLE_DEVICES=\)"):
         bench()
     machine.release("run")
+
+
+def test_a_bench_does_not_move_to_the_cpu_where_no_gpu_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Gpus((), "580.1", 13, {0: "GPU is lost"})
+    monkeypatch.setattr("infra.pools.local.read_gpus", lambda: lost)
+    monkeypatch.setattr(bench_command, "LocalPools", lambda: LocalPools((), tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=7))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        Refusal, match=r"has 0 GPUs; GPU 0 does not answer \(GPU is lost\): .* CPU \(CUDA_VISIBLE_DEVICES=\)"
+    ):
+        bench()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert bench() == 7
 
 
 def test_a_registry_that_is_away_is_said_before_anything_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,20 @@ def test_a_target_of_a_user_that_is_not_there_is_refused(home: Path, tmp_path: P
     assert "write the folder's whole path" in said
 
 
+def test_a_working_folder_that_is_gone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch system removes a job's folder under a shell that is still in it."""
+    gone = tmp_path / "job"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "status"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "(No such file or directory): start in a folder that you may enter" in capsys.readouterr().err
+
+
 def test_a_negative_number_of_samples_is_refused(home: Path) -> None:
     assert "--samples" in refusal(home, "data", "check", "a.txt", "--target", "x", "--samples", "-1")
 

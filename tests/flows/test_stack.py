@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -129,6 +130,34 @@ def test_a_living_stack_keeps_its_log(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (folder / "up.log").read_text() == "everything is up\n"
 
 
+def test_a_stack_on_another_machine_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Login nodes share the folder of runs, and each has a loopback of its own."""
+    folder = tmp_path / ".stack"
+    monkeypatch.setenv("DRAFTSMITH_RUNS", str(tmp_path))
+    monkeypatch.setattr(stack_command, "GONE_S", 0.0)
+    monkeypatch.chdir(ROOT)
+    write_atomically(folder / "host", "login1")
+    write_atomically(folder / "addresses", "Prefect  http://127.0.0.1:1\n")
+    with hold(folder / "lock"), pytest.raises(Refusal, match=r"it is up already on login1: Prefect .* give .* there"):
+        CliRunner().invoke(app, ["up"], catch_exceptions=False)
+
+
+def test_a_stack_that_may_live_on_another_machine_is_not_started_twice(tmp_path: Path) -> None:
+    """Lustre's locks may hold on one machine alone (localflock), and PostgreSQL's are no better there."""
+    folder, mounts = tmp_path / ".stack", tmp_path / "mounts"
+    mounts.write_text(f"disk / ext4 rw 0 0\nserver:/home {tmp_path} lustre rw,localflock 0 0\n")
+    stack_command.check_host(folder, mounts)
+    write_atomically(folder / "host", platform.node())
+    stack_command.check_host(folder, mounts)
+    write_atomically(folder / "host", "login1")
+    with pytest.raises(Refusal, match=rf"was started on login1, .* `draftsmith down` there.* delete {folder / 'host'}"):
+        stack_command.check_host(folder, mounts)
+    with hold(folder / "lock"):  # up, and locks do hold
+        stack_command.check_host(folder, mounts)
+    mounts.write_text("disk / ext4 rw 0 0\n")  # a container's name changes with each start
+    stack_command.check_host(folder, mounts)
+
+
 def test_a_stack_of_another_user_is_refused_with_its_owner(
     public_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +208,7 @@ def test_down_stops_a_stack_that_is_still_starting(
     with ThreadPoolExecutor(1) as threads:
 
         def start(stack: Stack) -> tuple[str, Mapping[str, str]]:
+            assert (stack.folder / "host").read_text() == platform.node()
             silent = start_process("silent", ["sleep", "600"], stack.owner)
             stack.serve(lambda: Server("silent", "", silent, f"http://{HOST}:9/"))
             stopping.append(threads.submit(stack_command.down))
@@ -190,6 +220,7 @@ def test_down_stops_a_stack_that_is_still_starting(
     assert capsys.readouterr().out.split("\n")[1:] == ["stopping", "everything is down", ""]
     assert not (tmp_path / ".stack" / "addresses").exists()
     assert not (tmp_path / ".stack" / "stop").exists()
+    assert not (tmp_path / ".stack" / "host").exists()
 
 
 def credential(folder: Path) -> str:

@@ -103,6 +103,12 @@ def test_no_proxy_stands_before_servers_on_loopback(
     assert ("no_proxy" in seen) == (kept is not None)
 
 
+@pytest.mark.parametrize("name", ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"])
+def test_another_machine_trusts_the_same_certificates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "/etc/corp.pem")
+    assert settings.data_plane_environment()[name] == "/etc/corp.pem"
+
+
 def test_nccl_is_given_a_whole_name_of_an_interface() -> None:
     """It takes a plain one as a prefix of names: eth0 would be eth01 too. Gloo knows whole names only."""
     environment = settings.interface_environment("eth0")

@@ -1,6 +1,7 @@
 """A cached folder is built by one, whole or not at all."""
 
 import errno
+import fcntl
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.files.cached_folder import build_once
+from infra.refusal import Refusal
 
 
 def test_of_several_builders_one_builds_and_the_others_wait(tmp_path: Path) -> None:
@@ -60,6 +62,18 @@ def test_a_filled_cache_may_be_read_only(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "utime", refuse)  # what a read-only file system answers; mounting one takes root
     assert not build_once(folder, lambda _: None)
+
+
+def test_a_cache_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock file that a killed builder leaves would keep everybody from building there."""
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(Refusal, match=r"a file system without locks .*\$DRAFTSMITH_CACHE"):
+        build_once(tmp_path / "thing", lambda _: None)
+    assert not (tmp_path / "thing").exists()
 
 
 def test_waiting_for_another_builder_ends(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Locks end with their holders; folders with their owners."""
 
+import errno
 import fcntl
 import os
 import stat
@@ -30,6 +31,21 @@ def test_one_wins_and_the_other_says_so(tmp_path: Path) -> None:
             pass
     with hold(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lustre without -o flock, NFS without its lock service: only a mount of one shows it, and takes root."""
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    message = rf"{tmp_path / 'lock'} is on a file system without locks .*\$DRAFTSMITH_RUNS, \$DRAFTSMITH_CACHE"
+    with pytest.raises(Refusal, match=message), hold(tmp_path / "lock"):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_owned_folder_is_kept_from_sweeps_and_goes_with_its_owner(tmp_path: Path) -> None:
@@ -187,6 +203,25 @@ def test_a_folder_of_every_user_s_locks(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o1777
     assert stat.S_IMODE(path.stat().st_mode) == 0o666
     assert [file.name for file in path.parent.iterdir()] == ["GPU-aa.lock"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_without_links_holds_every_user_s_locks(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "ports" / "21000"
+    before = os.umask(0o077)
+    try:
+        with hold(path, for_everybody=True), pytest.raises(LockHeldError), hold(path, for_everybody=True):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
+    assert [file.name for file in path.parent.iterdir()] == ["21000"]
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:

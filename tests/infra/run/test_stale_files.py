@@ -5,8 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-from filelock import FileLock
-
 from infra.files.cached_folder import build_once
 from infra.files.locks import hold
 from infra.files.private import keep_private, mark, mark_of
@@ -32,7 +30,7 @@ def test_cached_folders_go_when_nobody_used_them_for_long(tmp_path: Path) -> Non
     answers.parent.mkdir()
     make_old(answers.touch() or answers, 61)
     assert not build_once(used, lambda _aside: None)  # a run uses it
-    with FileLock(held.with_name(".held.lock")):
+    with hold(held.with_name(".held.lock")):
         assert remove_unused_cache(tmp_path, 60) == [unused, answers]
     assert not unused.exists()
     assert used.exists()
