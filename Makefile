@@ -9,22 +9,45 @@ PYTHON ?= $(or $(shell for name in python3.11 python3.12 python3.13 python3; do 
     $(error Draftsmith needs Python 3.11, 3.12 or 3.13: install one, or name its program: make PYTHON=/path/to/python3.12))
 VENV := .venv
 BIN := $(VENV)/bin
-# Wheels by NVIDIA's driver: 580 and newer run CUDA 13, 525 and newer CUDA 12; without one nothing of CUDA is installed.
-# `make WHEELS=cpu` (cu126, cu130) decides otherwise.
-DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9]*\)\..*/\1/p')
+# NVIDIA's driver and the first GPU's compute capability, as `580 90` for 9.0; drivers before 510 tell their version only.
+ASK := nvidia-smi --format=csv,noheader --query-gpu
+NVIDIA := $(shell { $(ASK)=driver_version,compute_cap || $(ASK)=driver_version; } 2>/dev/null | \
+    sed -n '/^[0-9]/{s/^\([0-9]*\)\.[0-9.]*\(, *\([0-9]*\)\.\([0-9]*\)\)*.*/\1 \3\4/p;q;}')
+DRIVER := $(word 1,$(NVIDIA))
+CAPABILITY := $(word 2,$(NVIDIA))
+# Drivers from 580 run CUDA 13, whose wheels hold code for GPUs from compute capability 7.5; from 525 CUDA 12, up to 9.0.
+# Without a driver nothing of CUDA is installed. `make WHEELS=cpu` (cu126, cu130) decides otherwise.
+IS_OLD_GPU := $(shell [ $(or $(CAPABILITY),75) -lt 75 ] && echo yes)
+LEAST_DRIVER := $(shell [ $(or $(CAPABILITY),75) -ge 100 ] && echo 580 || echo 525)
 ifndef WHEELS
-WHEELS := $(shell set -- $(DRIVER); if [ $${1:-0} -ge 580 ]; then echo cu130; elif [ $${1:-0} -ge 525 ]; then echo cu126; \
-    elif [ $$1 ]; then echo none; else echo cpu; fi)
+WHEELS := $(shell driver=$(or $(DRIVER),0); if [ $$driver = 0 ]; then echo cpu; \
+    elif [ $$driver -lt $(LEAST_DRIVER) ]; then echo none; \
+    elif [ $$driver -lt 580 ] || [ $(IS_OLD_GPU) ]; then echo cu126; else echo cu130; fi)
 endif
+# Printed before the installation: what of this machine Draftsmith cannot use, or was never run on.
+KFD := /dev/kfd
+MACHINE := $(shell uname -m)
+NOTICE := $(if $(and $(filter cpu,$(WHEELS)),$(wildcard $(KFD))),\
+    echo "Draftsmith cannot use this machine's AMD GPU: it computes on the CPU.";)\
+    $(if $(filter-out x86_64,$(MACHINE)),\
+    echo "Draftsmith was never run on a processor like this one ($(MACHINE)): run make test first.";)
 # With GPUDIRECT=1 samples arrive in the memory of the GPU, by RDMA; CUDA 13 only.
 MOONCAKE := $(if $(GPUDIRECT),mooncake-gpudirect,mooncake)
 # Every version is locked: an upgrade of a package that we never named must not break a first run. `make lock` renews.
 LOCK := requirements/lock.txt
+# The lock is of CUDA 13. Where torch is built for CUDA 12, these packages are those that torch itself pins: under the
+# whole lock uv would replace torch by the registry's build.
+LOCKED := $(if $(filter cpu cu130,$(WHEELS)),$(LOCK),$(VENV)/lock.txt)
 TORCH := torch==2.13.0
 OURS := .[quickstart,dev,ray,$(MOONCAKE)]
 # CUDA 13 is the registry's own build, `===` being the version without a suffix; the others have an index of their own.
 BUILD := $(if $(filter cu130,$(WHEELS)),torch===2.13.0,\
     torch==2.13.0+$(WHEELS) --extra-index-url https://download.pytorch.org/whl/$(WHEELS))
+# The beginning of `cuda` in the torch/version.py of such a build.
+BUILT_FOR := $(patsubst cu12%,'12,$(patsubst cu13%,'13,$(subst cpu,None,$(WHEELS))))
+# $(call has_glibc,MAJOR,MINOR); torch has no wheels for musl at all.
+has_glibc = $(PYTHON) -c 'import platform, sys; name, version = platform.libc_ver(); \
+    sys.exit(name != "glibc" or tuple(map(int, version.split("."))) < ($(1), $(2)))'
 
 # uv installs in seconds what takes pip minutes. pip puts torch there first, because only pip finds every build; uv keeps
 # what is installed. uv does not read pip's settings, so it is told the index, and where it fails all the same pip goes on.
@@ -98,23 +121,38 @@ bench: $(VENV)/.ready $(SGLANG)/.test-ready
 
 $(VENV)/.ready: pyproject.toml $(LOCK) requirements/speculators-no-deps.txt
 	@[ $(WHEELS) != none ] || \
-	    { echo "NVIDIA's driver $(DRIVER) is older than 525: update it, or compute on the CPU: make WHEELS=cpu"; exit 1; }
+	    { echo "NVIDIA's driver $(DRIVER) is older than $(LEAST_DRIVER): update it, or compute on the CPU: make WHEELS=cpu"; exit 1; }
+	@[ -z "$(GPUDIRECT)" ] || [ $(WHEELS) = cu130 ] || \
+	    { echo "GPUDIRECT=1 needs CUDA 13, and these wheels are $(WHEELS): leave GPUDIRECT out"; exit 1; }
+	@$(call has_glibc,2,28) || { echo "torch needs glibc 2.28, and has no wheels for musl (Alpine):" \
+	    "use the image of production/, or another distribution"; exit 1; }
+	@$(NOTICE) :
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements/installer.txt
 	$(BIN)/pip install --quiet --no-deps $(BUILD)
-	$(call install,$(VENV),--constraint $(LOCK) --editable '$(OURS)')
+	@[ $(LOCKED) = $(LOCK) ] || \
+	    { sed -E '/^(cuda-|nvidia-[^m]|torch==)/d' $(LOCK); echo '$(TORCH)+$(WHEELS)'; } > $(LOCKED)
+	$(call install,$(VENV),--constraint $(LOCKED) --editable '$(OURS)')
 	$(call install,$(VENV),--no-deps --requirement requirements/speculators-no-deps.txt)
+	@grep -q "^cuda.*= $(BUILT_FOR)" $(VENV)/lib/python3.*/site-packages/torch/version.py || \
+	    { echo "torch in $(VENV) is not the build $(WHEELS): the packages that came after it replaced it. Look for" \
+	    "settings of pip and uv that name an index or versions, then make clean, and make again"; exit 1; }
 	@touch $@
 
 # SGLang pins a torch of its own, so it lives beside ours; our distribution is there for its two entry points.
 sglang: $(SGLANG)/.ready
 
 $(SGLANG)/.ready: pyproject.toml $(wildcard requirements/sglang-*.txt)
-	@[ $(WHEELS) = cpu ] || [ $(WHEELS) = cu130 ] || \
-	    { echo "SGLang needs CUDA 13: update NVIDIA's driver $(DRIVER) to 580; generator.engine=transformers needs none"; exit 1; }
+	@case $(WHEELS) in cpu | cu130) ;; *) \
+	    if [ $(IS_OLD_GPU) ]; then why="it has no code for this GPU, whose compute capability is below 7.5"; \
+	    elif [ $(or $(DRIVER),580) -lt 580 ]; then why="update NVIDIA's driver $(DRIVER) to 580"; \
+	    else why="leave WHEELS=$(WHEELS) out"; fi; \
+	    echo "SGLang needs CUDA 13: $$why; generator.engine=transformers needs none"; exit 1 ;; esac
 	@[ $(WHEELS) = cpu ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || \
 	    { echo "SGLang for GPUs pins a package without wheels for Python 3.13: install 3.12, then" \
 	    "make sglang PYTHON=python3.12; it need not be the Python of $(VENV)"; exit 1; }
+	@$(call has_glibc,2,34) || \
+	    { echo "SGLang needs glibc 2.34: use the image of production/, or generator.engine=transformers"; exit 1; }
 	$(PYTHON) -m venv $(SGLANG)
 ifeq ($(WHEELS),cu130)
 	$(SGLANG)/bin/pip install --quiet --requirement requirements/sglang-cuda.txt \
@@ -167,8 +205,7 @@ lock:
 	$(UV_COMPILE) --universal --all-extras --constraint .venv-lock/torch.txt pyproject.toml --output-file $(LOCK)
 	$(UV_COMPILE) --universal requirements/sglang-cpu.txt .venv-lock/torch.txt \
 	    --output-file requirements/sglang-cpu-lock.txt
-	$(UV_COMPILE) --python-platform x86_64-manylinux_2_34 requirements/sglang-cuda.txt \
-	    --output-file requirements/sglang-cuda-lock.txt
+	$(UV_COMPILE) --universal requirements/sglang-cuda.txt --output-file requirements/sglang-cuda-lock.txt
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(VLLM) .venv-lock runs

@@ -6,7 +6,8 @@
 At most 25 minutes on one GPU. Every stage runs in a process of its own, with a time limit, and one that fails does not
 stop the others, except the first, which looks for the GPU. Stages for two GPUs run where there are two. Writes every
 figure with its conditions to gpu_acceptance.json, prints a table, and ends with status 1 unless all stages passed or
-had nothing to measure here. Logs are in the folder that is printed.
+had nothing to measure here. Logs are in the folder that is printed. GPUs that runs, followers or other processes use
+are not taken.
 
 `--device cpu` tries the stages' code on a CPU, with tiny shapes: it measures nothing.
 """
@@ -20,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -34,9 +35,11 @@ from rich.table import Table
 from rich.text import Text
 
 from infra.files.atomic import write_atomically
+from infra.pools.base import Pool, PoolBusyError, PoolSpec
 from infra.pools.gpus import read_gpus
 from infra.pools.local import LocalPools
 from infra.processes.exit import run_main
+from infra.processes.process import Owner
 from infra.provenance import git_sha, hardware, versions
 from infra.refusal import Refusal
 from infra.settings import shared_memory_folder
@@ -53,14 +56,16 @@ STAGES = (
     Stage("copies", "copies between host and GPU", "transfers.copies", 60),
     Stage("capture", "SGLang: canary, capture throughput", "serving.capture", 480),
     Stage("served", "the draft in SGLang beside the reference", "serving.served", 480),
-    Stage("share", "generator and trainer on one GPU", "sharing.share", 300),
-    Stage("alternate", "generator and trainer take turns", "sharing.alternate", 300),
     Stage("mooncake", "samples through Mooncake, GPUDirect with RDMA", "transfers.mooncake", 180),
     Stage("tensor", "SGLang on two GPUs: tensor parallel", "serving.tensor_parallel", 300, gpus=2),
     Stage("ddp", "two ranks: DDP", "training.data_parallel", 180, gpus=2),
     Stage("fsdp2", "two ranks: FSDP2", "training.sharded", 180, gpus=2),
     Stage("context", "two ranks share samples", "training.context_parallel", 180, gpus=2),
+    Stage("share", "generator and trainer on one GPU", "sharing.share", 300),
+    Stage("alternate", "generator and trainer take turns", "sharing.alternate", 300),
 )
+RUNS = ("share", "alternate")
+"""Stages that start runs, which lease GPUs themselves. They are the last ones, which nothing needs a lease after."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 MARKS = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
 PACKAGES = (
@@ -81,13 +86,33 @@ class Outcome:
     log: str = ""
 
 
-def run_stage(stage: str, command: Sequence[str], log: Path, environment: dict[str, str], limit_s: float) -> Outcome:
-    """Run a stage's command to its end, or kill it and its children when its time is over."""
+@contextmanager
+def leased(gpus: int, work: Path) -> Iterator[Pool]:
+    """As many GPUs of this machine, or all of fewer. Raises Refusal for those that others use."""
+    pools, owner = LocalPools(), Owner(f"acceptance-{os.getpid()}", work)
+    count = min(gpus, len(pools.gpus))
+    try:
+        (pool,) = pools.acquire([PoolSpec("training", count, parts=max(1, count))], owner)
+    except PoolBusyError as error:
+        raise Refusal(f"{error}; wait for them, or name others (DRAFTSMITH_GPUS)") from error
+    try:
+        yield pool
+    finally:
+        pools.release(owner.name)
+
+
+def run_stage(
+    command: Sequence[str], log: Path, gpus: Sequence[str], limit_s: float, locks: Sequence[int] = ()
+) -> Outcome:
+    """Run a stage's command on these GPUs to its end, or kill it and its children when its time is over.
+
+    `locks`: descriptors of the lease, which the stage keeps if this process is killed.
+    """
     begun = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**os.environ, **environment}, start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}, start_new_session=True, pass_fds=locks,
         )  # fmt: skip
         try:
             status: int | None = process.wait(limit_s)
@@ -127,30 +152,37 @@ def run_here(stage: Stage, bench: Bench) -> None:
 
 
 def accept(stages: Sequence[Stage], device: str, work: Path, minutes: float, result: Path) -> dict[str, Any]:
-    """Run the stages one after the other. Returns what was written: figures, conditions, outcomes."""
-    gpus = LocalPools().gpus if device == "cuda" else ()
+    """Run the stages one after the other. Returns what was written: figures, conditions, outcomes.
+
+    Raises Refusal for GPUs that others use.
+    """
+    wanted = max(stage.gpus for stage in stages) if device == "cuda" else 0
     found = {"conditions": conditions(device), "stages": {}}
-    deadline, lacking = time.monotonic() + 60 * minutes, ""
-    for stage in stages:
-        left = deadline - time.monotonic()
-        if lacking or left <= 0:
-            outcome = Outcome(SKIPPED, 0.0, lacking or f"the {minutes:g} minutes were over")
-        elif device == "cuda" and stage.gpus > max(1, len(gpus)):
-            outcome = Outcome(SKIPPED, 0.0, f"needs {stage.gpus} GPUs, and there are {len(gpus)}")
-        else:
-            print(f"{stage.name}: {stage.what} ...", flush=True)
-            command = [sys.executable, __file__, "--device", device, "--stage", stage.name, "--work", str(work)]
-            # On the CPU a stage is only tried, at whatever speed.
-            limit = min(stage.limit_s, left) if device == "cuda" else left
-            seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: stage.gpus])}
-            outcome = run_stage(stage.name, command, work / f"{stage.name}.log", seen, limit)
-            print(f"{stage.name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.reason}", flush=True)
-        bench = Bench(device, work, stage.name)
-        figures = json.loads(bench.file.read_text()) if bench.file.is_file() else {}
-        found["stages"][stage.name] = {"what": stage.what, **vars(outcome), "figures": figures}
-        if stage.required and outcome.status != PASSED:
-            lacking = f"not run: {stage.name} failed"
-        write_atomically(result, json.dumps(found, indent=1) + "\n")
+    with ExitStack() as lease:
+        pool = lease.enter_context(leased(wanted, work))
+        deadline, lacking = time.monotonic() + 60 * minutes, ""
+        for stage in stages:
+            left = deadline - time.monotonic()
+            if lacking or left <= 0:
+                outcome = Outcome(SKIPPED, 0.0, lacking or f"the {minutes:g} minutes were over")
+            elif device == "cuda" and stage.gpus > max(1, len(pool.gpus)):
+                outcome = Outcome(SKIPPED, 0.0, f"needs {stage.gpus} GPUs, and there are {len(pool.gpus)}")
+            else:
+                print(f"{stage.name}: {stage.what} ...", flush=True)
+                command = [sys.executable, __file__, "--device", device, "--stage", stage.name, "--work", str(work)]
+                # On the CPU a stage is only tried, at whatever speed.
+                limit = min(stage.limit_s, left) if device == "cuda" else left
+                if stage.name in RUNS:
+                    lease.close()
+                locks = () if stage.name in RUNS else pool.owner.locks
+                outcome = run_stage(command, work / f"{stage.name}.log", pool.gpus[: stage.gpus], limit, locks)
+                print(f"{stage.name}: {outcome.status} in {outcome.seconds:.0f} s {outcome.reason}", flush=True)
+            bench = Bench(device, work, stage.name)
+            figures = json.loads(bench.file.read_text()) if bench.file.is_file() else {}
+            found["stages"][stage.name] = {"what": stage.what, **vars(outcome), "figures": figures}
+            if stage.required and outcome.status != PASSED:
+                lacking = f"not run: {stage.name} failed"
+            write_atomically(result, json.dumps(found, indent=1) + "\n")
     return found
 
 

@@ -12,7 +12,7 @@ import typer
 
 from flows.drafts_command import check_registry
 from infra.pools.base import Pool, PoolBusyError, PoolSpec
-from infra.pools.local import LocalPools
+from infra.pools.local import LocalPools, check_left
 from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -42,8 +42,12 @@ def bench(context: typer.Context) -> None:
 
 @contextmanager
 def _leased(folder: Path) -> Iterator[Pool]:
-    """The GPUs that $CUDA_VISIBLE_DEVICES names, else one where there is one. Raises Refusal for busy ones."""
+    """The GPUs that $CUDA_VISIBLE_DEVICES names, else one where there is one.
+
+    Raises Refusal for busy ones, and where no GPU of this machine can be leased.
+    """
     pools, named, owner = LocalPools(), visible_devices(), Owner(f"bench-{os.getpid()}", folder)
+    check_left(pools.gpus)
     count = min(1, len(pools.gpus)) if named is None else len(named)
     try:
         (pool,) = pools.acquire([PoolSpec("inference", count)], owner)

@@ -2,8 +2,9 @@
 
 A secret is the password in an address, a user part without a password where the scheme has no user names (a token), the
 value of a parameter such as `password`, `apiKey` or `X-Amz-Signature`, be it written `name=value`, `name: value`,
-`--name value` or as JSON, and a text in the form of a well-known service's tokens. Where an address is ambiguous
-(`https://host:8080/a@b` may hold the password `8080/a`), it is redacted: showing too little does no harm.
+`--name value` or as JSON, a cookie, the path of a chat service's webhook, and a text in the form of a well-known
+service's tokens. Where an address is ambiguous (`https://host:8080/a@b` may hold the password `8080/a`), it is
+redacted: showing too little does no harm.
 """
 
 import re
@@ -22,7 +23,7 @@ def _one_of(*names: str) -> str:
 
 _ANYWHERE = _one_of("password", "passwd", "passphrase", "pwd", "secret", "signature", "credential")
 """Secret wherever they stand in a parameter's name, as in `sslpassword` and `X-Amz-Credential`."""
-_LAST = _one_of("sig", "auth", "authorization", "jwt")
+_LAST = _one_of("sig", "auth", "authorization", "jwt", "cookie", "sessionid", "jsessionid", "phpsessid")
 """Secret where they are a name's whole or its last part, as in `x-ms-sig`; `key` is where it is the last of several."""
 _IN_QUERIES = _one_of("code", "key", "sas")
 """Secret as the whole name of a parameter of an address; elsewhere words as others."""
@@ -72,6 +73,10 @@ _WRITTEN = re.compile(
     # JSON and YAML; of words in prose (`without a password: set one`) the value is not the last one of its line.
     rf"""|(?P<field>(?<![\w.-]){_SURE}["']?[ \t]*:[ \t]*)"""
     rf"""(?:{_QUOTED}|(?![\s\[{{"',;}}])[^\s"',;}}]*(?:\d[^\s"',;}}]*|(?=\s*(?:[,;}}]|$))))"""
+    rf"""|(?P<cookie>(?<![\w-])(?:{_any_case("set-")})?{_any_case("cookie")}["']?[ \t]*:[ \t]*["']?)"""
+    r"""(?=[\w.-]+=)[^"'\n]+"""
+    rf"""|(?P<session>(?<![\w.-])[\w.-]*{_any_case("session")}(?:[_-]?{_any_case("id")})?["']?[ \t]*[=:][ \t]*["']?)"""
+    r"""(?=[^\s"',;&]*\d)[\w.~%+/=-]{16,}"""
     rf"""|(?P<json>["'](?:{_any_case("token")}|{_any_case("key")})["']\s*:\s*)["'][\w.~+/=-]{{16,}}["']"""
     rf"""|(?P<option>(?<![\w-])--(?:{_SURE}|{_TOKEN})(?:["'],)?\s+)(?!-)(?:{_QUOTED}|[^\s"',]+)""",
     re.MULTILINE,
@@ -84,13 +89,21 @@ _SHAPES = re.compile(
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"
 )
 """Tokens of well-known services, whatever stands before them."""
+_WEBHOOK = re.compile(
+    r"((?:\bhooks\.slack(?:-gov)?\.com/\w+|\bdiscord(?:app)?\.com/api/(?:v\d+/)?webhooks/\d+"
+    r"|\bwebhook\.office\.com/webhookb2|\boutlook\.office(?:365)?\.com/webhook|\bhooks\.zapier\.com/hooks/catch"
+    r"|://[^/\s]+/hooks(?=/[a-z0-9]{26}\b))/|\bapi\.telegram\.org/(?:file/)?bot)[^\s\"'<>()?#]+",
+    re.IGNORECASE,
+)
+"""Addresses of chat services whose path is a secret (`/hooks/` of a server of one's own: Mattermost)."""
 _IS_NAME, _IS_OPTION = re.compile(_NAME), re.compile(rf"--(?:{_SURE}|{_TOKEN})")
 
 
 def redacted(setting: Any) -> Any:
     """The same text, list or mapping with `***` in the place of every secret."""
     if isinstance(setting, str):
-        return _SHAPES.sub("***", _WRITTEN.sub(_hidden, PASSWORD.sub(_hidden, setting)))
+        setting = _WEBHOOK.sub(_hidden, PASSWORD.sub(_hidden, setting))
+        return _SHAPES.sub("***", _WRITTEN.sub(_hidden, setting))
     if isinstance(setting, Mapping):
         return {
             redacted(key): "***" if value and _is_secret(key, value, _IS_NAME) else redacted(value)

@@ -14,6 +14,7 @@ from threading import Event
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from infra.doctor.cuda import BFLOAT16, WITHOUT_BFLOAT16
 from infra.doctor.cuda import sglang_environment as sglang_on_gpus
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
@@ -67,6 +68,7 @@ def check_settings(run: RunWithTarget) -> None:
             choose_protocol(config.transport.protocol)
         listening_address(config.transport.address)
     check_server(config.ledger.url or run.folder.ledger_url)
+    _check_arithmetic(config)
     draft = _draft(config, target)
     place = Path(target.path)
     _check_axes(config, place)
@@ -170,6 +172,26 @@ def _check_kernels(config: RunConfig) -> None:
         raise Refusal(
             f"SGLang compiles kernels as it runs, and could not on these GPUs ({'; '.join(faults)}): see `draftsmith "
             "doctor`, or set generator.engine=transformers"
+        )
+
+
+def _check_arithmetic(config: RunConfig) -> None:
+    """Raise Refusal for a run in bfloat16 on a machine none of whose GPUs computes in it.
+
+    Machines of clusters are not this one.
+    """
+    dtypes = {"training.precision": config.training_dtype} if config.pools.training_gpus else {}
+    if config.pools.inference_gpus:
+        dtypes["benchmark.compute_dtype"] = config.benchmark_dtype
+        if config.generator.engine != "serving":
+            dtypes["generator.compute_dtype"] = config.capture_dtype
+    half = [setting for setting, dtype in dtypes.items() if dtype == "bfloat16"]
+    inventory = read_gpus() if half and config.pools.kind == "local" else None
+    if inventory and inventory.devices and all(gpu.capability < BFLOAT16 for gpu in inventory.devices):
+        gpu = inventory.devices[0]
+        raise Refusal(
+            f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) does not compute in bfloat16, as "
+            f"{' and '.join(half)} would: set {' '.join(WITHOUT_BFLOAT16)}"
         )
 
 

@@ -6,7 +6,7 @@ from infra.files.yaml_file import parse_yaml
 from infra.planner.plan import make_plan
 from infra.planner.refusals import least_devices, refusals
 from infra.planner.split import WORTH_SAYING, all_splits
-from infra.pools.local import LocalPools
+from infra.pools.local import LocalPools, check_left
 from infra.quantities import plural
 from infra.refusal import Refusal
 from models.config.recipe import as_recipe
@@ -21,12 +21,16 @@ def division(tree: Tree) -> tuple[Tree, str]:
     """Sections of a recipe for this machine that divide its GPUs and fit into them, and why; nothing without GPUs.
 
     A generator gets as few GPUs as hold the target. Of the divisions that are nearly the fastest it is the one with the
-    fewest GPUs. Both sides take turns on all GPUs where the target leaves none to the trainer.
+    fewest GPUs. Both sides take turns on all GPUs where the target leaves none to the trainer. Raises Refusal where no
+    GPU of this machine can be leased.
     """
-    gpus = len(LocalPools().gpus)
+    own = LocalPools().gpus
+    left, gpus = check_left(own), len(own)
     if not gpus:
         return {}, ""
     found, why = _divided(tree, gpus)
+    if left:
+        why += f"; this machine has {plural(gpus, 'GPU')}{left}"
     fitted, overrides = _fitted(tree | found)
     if overrides:
         why += f"; {' '.join(overrides)}, because this machine's memory holds no more"

@@ -146,6 +146,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
     inference_share, training_share = _shares(config, device, assumed)
     # Without GPUs, this machine's memory if the trainer runs on it.
     own_memory = memory() if pools.kind == "local" else 0
+    own = _leasable() if device.is_gpu and pools.kind == "local" and plan.device is None else []
     aux = len(config.target.aux_layer_ids)
     return Job(
         name=config.name,
@@ -167,6 +168,9 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         engine_share=generator.sglang.memory_fraction,
         engine_chunk_tokens=generator.sglang.chunked_prefill_tokens,
         attention_groups=generator.sglang.attention_data_parallel if generator.engine == "sglang" else 1,
+        devices_per_copy=config.gpus_per_copy,
+        exclusive=any(gpu.most_processes == 1 for gpu in own),
+        unified=any(gpu.unified for gpu in own) and not plan.memory_gb,
         ranks=training.data_parallel_size,
         devices_per_rank=max(1, train // training.data_parallel_size),
         inference_share=inference_share,
@@ -184,7 +188,7 @@ def _job(config: RunConfig, target: TargetShape, samples: SamplesRecord | None) 
         link_bytes_per_s=_link(config, inference + train),
         store_machines=config.pools.training_machines,
         memory_bytes=device.memory_bytes or own_memory,
-        host_bytes=own_memory if device.is_gpu and plan.device is None and LocalPools().gpus else 0,
+        host_bytes=own_memory if own else 0,
         answers=_answers(config, device, inference, per_generator, mean, assumed, prepared=samples is not None),
         assumptions=tuple(assumed),
         learned=_learned(config),
@@ -300,7 +304,7 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
                 f"no GPUs: a core reaches {figure(changes['peak'][config.training_dtype] / 1e9)} GFLOP/s in "
                 f"{config.training_dtype} matrix products, measured on this machine (plan.peak_tflops)"
             )
-    elif pools.kind == "local" and (own := _own_gpu()):
+    elif pools.kind == "local" and (own := min(_leasable(), key=lambda gpu: gpu.total, default=None)):
         known = device_named(own.name)
         device, changes["memory_bytes"] = known or DEVICES["H100"], own.total
         unknown = "" if known else ", with the speed and price of an H100 (plan.peak_tflops, plan.price_per_hour)"
@@ -317,11 +321,10 @@ def _device(config: RunConfig, assumed: list[str]) -> Device:
     return device.model_copy(update=changes)
 
 
-def _own_gpu() -> Gpu | None:
-    """The smallest GPU of this machine that runs may lease."""
+def _leasable() -> list[Gpu]:
+    """The GPUs of this machine that runs may lease."""
     permitted, inventory = LocalPools().gpus, read_gpus()
-    own = [gpu for gpu in inventory.devices if gpu.uuid in permitted] if inventory else []
-    return min(own, key=lambda gpu: gpu.total, default=None)
+    return [gpu for gpu in inventory.devices if gpu.uuid in permitted] if inventory else []
 
 
 def _devices(config: RunConfig, device: Device, assumed: list[str]) -> tuple[int, int, int]:

@@ -8,12 +8,19 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
 from emulated_device import NAME, emulated_device
 
+from infra.pools.base import PoolBusyError, PoolSpec
+from infra.pools.local import LocalPools
+from infra.processes.process import Owner
+from infra.refusal import Refusal
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_acceptance.py"
+GPUS = ("GPU-aa", "GPU-bb")
 LEAVES_A_CHILD = ["sh", "-c", "sleep 600 & echo $!; wait"]
 
 FIRST = [("attention", "losses", "experts", "lengths", "copies"), ("training", "served")]
@@ -36,7 +43,7 @@ def acceptance(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_what_comes_of_a_stage(acceptance, tmp_path: Path, code: str, status: str, reason: str) -> None:
-    outcome = acceptance.run_stage("one", [sys.executable, "-c", code], tmp_path / "log", {}, 600.0)
+    outcome = acceptance.run_stage([sys.executable, "-c", code], tmp_path / "log", (), 600.0)
     assert (outcome.status, outcome.reason) == (status, reason)
 
 
@@ -56,13 +63,57 @@ def test_a_stage_that_takes_too_long_is_killed_with_its_children(
             return super().wait(timeout)
 
     monkeypatch.setattr(acceptance.subprocess, "Popen", Started)
-    outcome = acceptance.run_stage("one", LEAVES_A_CHILD, log, {}, 1.0)
+    outcome = acceptance.run_stage(LEAVES_A_CHILD, log, (), 1.0)
     child = int(log.read_text().split()[0])
     assert (outcome.status, outcome.reason) == ("failed", f"not done after 1 s: {child}")
     deadline = time.monotonic() + 300  # less than the child sleeps
     while alive(child):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture
+def gpus(acceptance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPools:
+    """A machine with two idle GPUs, as a run sees it."""
+    monkeypatch.setattr("infra.pools.local._foreign", lambda _gpus: {})
+    monkeypatch.setattr(acceptance, "LocalPools", lambda: LocalPools(GPUS, tmp_path / "locks"))
+    return LocalPools(GPUS, tmp_path / "locks")
+
+
+def test_the_acceptance_takes_no_gpu_that_a_run_holds(acceptance, gpus: LocalPools, tmp_path: Path) -> None:
+    gpus.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+    with pytest.raises(Refusal, match=r"1 are held by other runs or followers now; wait .*DRAFTSMITH_GPUS"):
+        acceptance.accept(acceptance.STAGES, "cuda", tmp_path, 1.0, tmp_path / "result.json")
+
+
+def test_the_acceptance_holds_its_gpus_except_for_the_runs_that_it_starts(
+    acceptance, gpus: LocalPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, tuple[str, bool]] = {}
+
+    class Stub(subprocess.Popen):
+        """A stage that does nothing, beside a run that wants a GPU."""
+
+        def __init__(self, command: list[str], **options: Any) -> None:
+            if "--stage" not in command:
+                super().__init__(command, **options)
+                return
+            try:
+                gpus.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+                is_free = True
+            except PoolBusyError:
+                is_free = False
+            gpus.release("run")
+            seen[command[command.index("--stage") + 1]] = (options["env"]["CUDA_VISIBLE_DEVICES"], is_free)
+            super().__init__(["true"], **options)
+
+    monkeypatch.setattr(acceptance.subprocess, "Popen", Stub)
+    chosen = [stage for stage in acceptance.STAGES if stage.name in ("doctor", "ddp", "share", "alternate")]
+    acceptance.accept(chosen, "cuda", tmp_path, 1.0, tmp_path / "result.json")
+    assert seen == {
+        "doctor": ("GPU-aa", False), "ddp": ("GPU-aa,GPU-bb", False), "share": ("GPU-aa", True),
+        "alternate": ("GPU-aa", True),
+    }  # fmt: skip
 
 
 def alive(pid: int) -> bool:

@@ -5,11 +5,9 @@ from torch.cuda import nccl
 
 from gpu_stages.base import Bench
 from infra.doctor.checks import examine
+from infra.doctor.cuda import BFLOAT16
 from infra.refusal import Refusal
 from models.devices import compute_device
-
-OLDEST = (8, 0)
-"""Compute capability from which on there is bfloat16 and FlashAttention."""
 
 
 def doctor(bench: Bench) -> None:
@@ -35,8 +33,8 @@ def doctor(bench: Bench) -> None:
         nccl=".".join(map(str, nccl.version())),
         devices=torch.cuda.device_count(),
     )
-    if total != 2000 or capability < OLDEST:
+    if total != 2000 or capability < BFLOAT16:
         raise Refusal(
             f"{properties.name} has compute capability {properties.major}.{properties.minor} and adds 1000 twos to "
-            f"{total:g}: Draftsmith's kernels need {OLDEST[0]}.{OLDEST[1]} or later, so take another GPU"
+            f"{total:g}: the stages compute in bfloat16, from {BFLOAT16[0]}.{BFLOAT16[1]} on, so take another GPU"
         )

@@ -1,7 +1,9 @@
 """The checks of `draftsmith doctor`: a table of name, probe and remedy, in the order in which a person would ask."""
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import pynvml
@@ -34,22 +36,22 @@ def checks() -> tuple[Check, ...]:
         ("packages", lambda: software.requirements(versions(), software.declared()),
          "pip install --editable '.[quickstart]' in the project's folder"),
         ("versions", lambda: software.clashes(versions()), "install versions that go together"),
+        ("processor", machine.processor, "run `make test` first, or take a machine with a processor of Intel or AMD"),
         ("cores", machine.cores, "give the container a whole core at least (`--cpus`, resources.limits.cpu)"),
         ("memory", machine.memory, "close what you do not need: the quickstart needs 2 GiB, 4 are comfortable"),
         ("open files", machine.open_files, "`ulimit -n 1024`, or as many as the hard limit allows"),
+        ("processes", machine.processes, "`ulimit -u 1024`, or as many as the hard limit allows"),
         ("shared memory", lambda: machine.shared_memory(shared),
          "runs then keep their objects in the run folder, which is slower: give a container more (`--shm-size=2g`), "
          "delete what fills it, set DRAFTSMITH_SHM to a tmpfs of yours, or lower transport.budget_mib"),
         ("run folders in memory", lambda: machine.leftovers(shared), "nothing to do: the next run removes them"),
         ("run folder", lambda: machine.run_folder(runs), larger_disk.format("DRAFTSMITH_RUNS")),
-        ("file locks", lambda: machine.file_locks(runs),
-         "ownership of runs rests on these locks: set DRAFTSMITH_RUNS to a local disk of yours; synchronise the clocks "
-         "(chrony, NTP)"),
+        ("file locks", lambda: machine.file_locks(runs, cached, Path(tempfile.gettempdir())),
+         "set DRAFTSMITH_RUNS, DRAFTSMITH_CACHE or TMPDIR to a local disk; synchronise the clocks (chrony, NTP)"),
         ("cache folder", lambda: machine.disk(cached), larger_disk.format("DRAFTSMITH_CACHE")),
         ("GPUs", lambda: devices.gpus(gpus()),
-         "a run leases idle GPUs: install NVIDIA's driver, stop the processes on the GPU (outside of this container, "
-         "where they cannot be seen) or allow them their memory (DRAFTSMITH_GPU_IGNORED_MIB), or switch MIG off "
-         "(`nvidia-smi -mig 0`)"),
+         "runs lease idle GPUs: install NVIDIA's driver, stop the processes on it (unseen: outside the container) "
+         "or allow them their memory (DRAFTSMITH_GPU_IGNORED_MIB), or switch MIG off (`nvidia-smi -mig 0`)"),
         ("torch build", lambda: cuda.torch_build(versions().get("torch"), gpus(), cuda.version_file()),
          f"{rebuild}, or update the driver"),
         ("compute capability", lambda: cuda.capabilities(gpus(), cuda.version_file()), rebuild),

@@ -24,6 +24,14 @@ CAPABILITIES = {12: ((5, 0), (9, 0)), 13: ((7, 5), (12, 1))}
 """By CUDA major version: compute capabilities that torch's wheels hold code for (github.com/pytorch/pytorch/pull/175253
 for 2.11; 2.13 has the same for CUDA 12.6 and 13.0)."""
 BFLOAT16 = (8, 0)
+"""Compute capability from which on GPUs compute in bfloat16."""
+WITHOUT_BFLOAT16 = (
+    "training.precision=float32",
+    "generator.compute_dtype=float32",
+    "benchmark.compute_dtype=float32",
+    "generator.engine=transformers",
+)
+"""With these a run needs none: SGLang's attention takes half precision only."""
 USE_S = 120.0
 USE = """
 import torch
@@ -77,13 +85,14 @@ def capabilities(inventory: Gpus | None, file: Path | None) -> list[Finding]:
         shown = f"{gpu.capability[0]}.{gpu.capability[1]}"
         name, fits = f"compute capability {index}", least <= gpu.capability <= most
         if not fits:
-            remedy = "the build for CUDA 12 knows older GPUs, that for CUDA 13 newer ones: `make clean`, then `make "
-            remedy += f"WHEELS={'cu126' if gpu.capability < least else 'cu130'} quickstart`"
+            remedy = "the build for CUDA 12 knows older GPUs, that for CUDA 13 newer ones: "
+            remedy += "" if gpu.capability < least or inventory.cuda >= 13 else "update NVIDIA's driver to 580, "
+            remedy += f"`make clean`, then `make WHEELS={'cu126' if gpu.capability < least else 'cu130'} quickstart`"
             has = f"{least[0]}.{least[1]} to {most[0]}.{most[1]}"
             findings.append(judge(f"{shown}; torch's build has {has}", problem=True, name=name, remedy=remedy))
         elif gpu.capability < BFLOAT16:
-            remedy = "set training.precision=float32 and generator.compute_dtype=float32"
-            findings.append(judge(f"{shown}: no bfloat16 arithmetic", note=True, name=name, remedy=remedy))
+            found = f"{shown}: no bfloat16 arithmetic, in which runs on GPUs compute by default"
+            findings.append(judge(found, problem=True, name=name, remedy=f"give runs {' '.join(WITHOUT_BFLOAT16)}"))
         else:
             findings.append(judge(shown, name=name))
     return findings
@@ -91,7 +100,7 @@ def capabilities(inventory: Gpus | None, file: Path | None) -> list[Finding]:
 
 def torch_works(inventory: Gpus | None, python: Path = Path(sys.executable)) -> Finding | list[Finding]:
     """Whether the torch of an environment computes on all GPUs that it sees; the first one that fails is named."""
-    if inventory is None or not inventory.gpus:
+    if inventory is None or not inventory.devices:
         return []
     try:
         done = subprocess.run([str(python), "-c", USE], capture_output=True, text=True, timeout=USE_S, check=False)

@@ -9,6 +9,14 @@ from infra.pools.gpus import Gpu, Gpus
 from infra.quantities import byte_size, plural
 
 RESTART = "runs use the others; restart the machine, and read `dmesg | grep Xid` if that does not help"
+NO_SLICE = "make slices (`nvidia-smi mig -cgi PROFILE -C`), or switch MIG off (`nvidia-smi -mig 0`)"
+COMPUTE_MODES = {
+    0: "(Prohibited) lets nothing compute on it",
+    1: "(Exclusive Process) lets one process at a time use it: no pools.sharing=share, no two generators on it",
+}
+"""By the number of processes that they allow."""
+ANY_PROCESSES = "`nvidia-smi -c DEFAULT`, as root, lets any number of processes use it"
+NVIDIA_ONLY = "nothing to do for runs on the CPU; runs on GPUs need those of NVIDIA"
 OTHER_LAYER = "Mooncake speaks InfiniBand and RoCE only: hidden states go through shared memory or TCP"
 
 
@@ -17,6 +25,8 @@ def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
     if inventory is None or not inventory.gpus:
         if _has_nvidia_card(root):
             return [judge("an NVIDIA card, but no driver: the CPU is used", note=True)]
+        if (root / "dev/kfd").exists():
+            return [judge("an AMD GPU, which Draftsmith cannot use: the CPU is used", note=True, remedy=NVIDIA_ONLY)]
         return [judge("none by NVML: generators and trainer use the CPU")]
     driver = f"driver {inventory.driver}, CUDA up to {inventory.cuda}"
     places = (place for place in range(len(inventory.gpus) + len(inventory.lost)) if place not in inventory.lost)
@@ -28,11 +38,17 @@ def gpus(inventory: Gpus | None, root: Path = Path("/")) -> list[Finding]:
 
 
 def _judge_gpu(name: str, gpu: Gpu, driver: str) -> Finding:
+    if not gpu.offered:
+        found = f"{gpu.name}, {driver}{_surroundings(gpu)}; MIG is on without a slice, so nothing can use it"
+        return judge(found, note=True, name=name, remedy=NO_SLICE)
     found = f"{gpu.name}, {byte_size(gpu.free)} free of {byte_size(gpu.total)}, {driver}{_surroundings(gpu)}"
     if gpu.mig:
         found += f"; MIG is on: {plural(len(gpu.slices), 'slice')} can be leased, each by one process"
     elif gpu.held:
         found += f"; in use by {gpu.held}"
+    if gpu.most_processes is not None:
+        found += f"; its compute mode {COMPUTE_MODES[gpu.most_processes]}"
+        return judge(found, note=True, name=name, remedy=ANY_PROCESSES)
     return judge(found, note=gpu.mig or bool(gpu.held), name=name)
 
 

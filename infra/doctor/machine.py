@@ -6,6 +6,7 @@ dead run's folder is reported, never removed.
 
 import fcntl
 import os
+import platform
 import resource
 import shutil
 import sys
@@ -29,6 +30,7 @@ LEAST_MEMORY = 2 * GIB
 """Flow, target, trainer and servers of the quickstart hold about this much; an estimate, on the low side."""
 GOOD_MEMORY = 4 * GIB
 FEW_FILES = 1024
+FEW_PROCESSES = 1024
 LEAST_DISK = 1 * GIB
 """The quickstart's converted target takes 0.6 GiB in the cache, its run folder 0.4 GiB."""
 GOOD_DISK = 10 * GIB
@@ -39,6 +41,15 @@ def python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     """Whether Draftsmith runs on this interpreter."""
     found = f"{'.'.join(map(str, version))} at {sys.executable}"
     return judge(found, problem=not PYTHONS[0] <= version <= PYTHONS[1])
+
+
+def processor(kind: str = platform.machine()) -> Finding:
+    """Whether Draftsmith was ever run on such a processor."""
+    if kind == "x86_64":
+        return judge(kind)
+    if kind == "aarch64":
+        return judge("aarch64: every package has a build for it, but Draftsmith was never run on one", note=True)
+    return judge(f"{kind}: torch and other packages have no builds for it", problem=True)
 
 
 def cores(root: Path = Path("/"), affinity: int | None = None) -> Finding:
@@ -65,9 +76,19 @@ def memory(root: Path = Path("/")) -> Finding:
 def open_files(limit: int | None = None) -> Finding:
     """The (soft) limit on open files."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
+    return _limited(soft, FEW_FILES, "for each process")
+
+
+def processes(limit: int | None = None) -> Finding:
+    """The (soft) limit on processes, with their threads, of this user."""
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0] if limit is None else limit
+    return _limited(soft, FEW_PROCESSES, "of this user, each thread counted")
+
+
+def _limited(soft: int, few: int, what: str) -> Finding:
     unlimited = soft == resource.RLIM_INFINITY
     shown = "unlimited" if unlimited else f"at most {soft}"
-    return judge(f"{shown} for each process", note=not unlimited and soft < FEW_FILES)
+    return judge(f"{shown} {what}", note=not unlimited and soft < few)
 
 
 def shared_memory(folder: Path, budget_mib: int = LEAST_BUDGET >> 20) -> Finding:
@@ -114,16 +135,26 @@ def disk(folder: Path) -> Finding:
     return judge(found, problem=not writable or free < LEAST_DISK, note=free < GOOD_DISK)
 
 
-def file_locks(folder: Path) -> Finding:
-    """Whether `flock` excludes other processes, and the file system's clock agrees with the machine's."""
-    place = existing(folder)
+def file_locks(*folders: Path) -> Finding:
+    """Whether `flock` excludes other processes, and the file system's clock agrees with the machine's.
+
+    Of several folders, the first one where something is amiss, or else the first one.
+    """
+    findings = [_file_locks(existing(folder)) for folder in folders]
+    return next((finding for finding in findings if finding.verdict != "ok"), findings[0])
+
+
+def _file_locks(place: Path) -> Finding:
     try:
         held = tempfile.NamedTemporaryFile(dir=place, prefix=".draftsmith-doctor-")  # noqa: SIM115
     except OSError as error:
         return judge(f"no file can be made in {place}: {error.strerror}", problem=True)
     with held as file:
         ahead_s = Path(file.name).stat().st_mtime - time.time()
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return judge(f"{place} is on a file system without locks: {error.strerror}", problem=True)
         excludes = _is_locked(Path(file.name))
     if not excludes:
         return judge(f"`flock` on {place} does not exclude a second holder", problem=True)

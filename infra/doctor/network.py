@@ -1,10 +1,13 @@
 """Probes of servers and the Hugging Face Hub."""
 
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from infra import settings
 from infra.doctor.finding import Finding, judge
+from infra.files.sqlite_file import check_writable
 from infra.network.health import public, trouble
+from infra.refusal import Refusal
 
 ANSWER_S = 0.8
 """Two silent servers leave the whole command under three seconds."""
@@ -13,7 +16,8 @@ ANSWER_S = 0.8
 def prefect(url: str | None) -> Finding:
     """The Prefect server that flows report to, if one is set."""
     if not url:
-        return judge(f"none set: each run starts its own over {settings.prefect_home()}/prefect.db")
+        database = settings.prefect_home() / "prefect.db"
+        return _database(database, f"none set: each run starts its own over {database}")
     return _server(url)
 
 
@@ -23,7 +27,8 @@ def mlflow(uri: str) -> Finding:
     if scheme in ("http", "https"):
         return _tracking_server(uri)
     if scheme == "sqlite":
-        return judge(f"no server set: runs are kept in {uri.removeprefix('sqlite:///')}")
+        database = Path(uri.removeprefix("sqlite:///"))
+        return _database(database, f"no server set: runs are kept in {database}")
     if scheme in ("", "file") and not settings.allows_mlflow_file_store():
         return judge(f"{uri} names MLflow's old file store, which it refuses", problem=True)
     return judge(
@@ -36,6 +41,14 @@ def mlflow_registry(uri: str | None, tracking: str) -> Finding | list[Finding]:
     if uri in (None, tracking):
         return []
     return judge(f"$MLFLOW_REGISTRY_URI names {public(uri)}, drafts are registered in {public(tracking)}", note=True)
+
+
+def _database(file: Path, found: str) -> Finding:
+    try:
+        check_writable(file)
+    except Refusal as error:
+        return judge(f"{file} is not writable", problem=True, remedy=str(error))
+    return judge(found)
 
 
 def _server(url: str) -> Finding:

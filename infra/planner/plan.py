@@ -70,6 +70,12 @@ class Job(Record):
     """Tokens that SGLang prefills at once; None: its own default."""
     attention_groups: int = 1
     """Of a generator's GPUs, with data-parallel attention."""
+    devices_per_copy: int = 1
+    """Of a generator's GPUs, those that hold one copy of the target together."""
+    exclusive: bool = False
+    """Whether the compute mode of GPUs lets one process at a time use them."""
+    unified: bool = False
+    """Whether GPU and host have one memory: `host_bytes` are then among `memory_bytes`."""
     ranks: int
     """Ranks with samples of their own; ranks that share samples count as one, with all their devices."""
     devices_per_rank: int = 1
@@ -150,7 +156,26 @@ class Job(Record):
     @property
     def rank_bytes(self) -> int:
         """Memory of a device that a trainer rank has for itself; 0 if unknown."""
-        return max(0, self.memory_bytes - (self.generator_bytes if self.sharing == "share" else 0))
+        generator = self.generator_bytes if self.sharing == "share" else 0
+        return max(0, self.memory_bytes - generator - (self.host_needs if self.unified else 0))
+
+    @property
+    def obstacle_to_share(self) -> str:
+        """What of the GPUs, besides their memory, keeps generators and trainer from using them at once; empty: nothing.
+
+        The trainer's are the first ones. SGLang refuses a copy of the target on GPUs whose free memory differs.
+        """
+        if self.exclusive:
+            return "the compute mode of this machine's GPUs is Exclusive Process (`nvidia-smi -c DEFAULT` changes it)"
+        starts = (index * self.inference_devices // self.generators for index in range(self.generators))
+        first = max(start for start in starts if start < self.training_devices)
+        trained = self.training_devices - first
+        if not self.serves or trained >= self.devices_per_generator or not trained % self.devices_per_copy:
+            return ""
+        return (
+            f"the trainer would take memory of {trained % self.devices_per_copy} of the {self.devices_per_copy} GPUs "
+            "that hold a copy of the target, and SGLang wants as much free memory on each (pools.training_gpus)"
+        )
 
     @property
     def micro_batch(self) -> tuple[int, ...]:
@@ -173,6 +198,19 @@ class Job(Record):
         parts = (tokens * self.bytes_per_token * share // sum(rows) for share in rows)
         micro_batch = sum(1 << (nbytes - 1).bit_length() for nbytes in parts if nbytes)
         return (setting.prefetch_steps + 2) * self.micro_batches * micro_batch
+
+    @property
+    def store_bytes(self) -> int:
+        """Of the samples in flight, each as long as the longest."""
+        prefetched = self.setting.prefetch_steps
+        in_flight = samples_in_flight(self.samples_per_step, self.ranks, prefetched, self.generator_slots)
+        return in_flight * self.longest_tokens * self.bytes_per_token
+
+    @property
+    def host_needs(self) -> int:
+        """Host memory for samples: pinned memory of all ranks, and the store, unless it consists of files."""
+        stored = 0 if self.rounds else min(self.store_bytes, self.budget_bytes or self.store_bytes)
+        return self.pinned_bytes * self.ranks * self.setting.context + stored
 
     @property
     def bytes_per_token(self) -> int:
@@ -270,7 +308,6 @@ def _answered(job: Job) -> float:
 def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
     present = split(sides, job.inference_devices, job.training_devices, job.sharing != "apart")
     receiving, memory_bytes = job.ranks * job.setting.context, job.rank_bytes
-    in_flight = samples_in_flight(job.samples_per_step, job.ranks, job.setting.prefetch_steps, job.generator_slots)
     return Plan(
         job=job,
         prefill_flops=prefill,
@@ -280,7 +317,7 @@ def _with_sides(job: Job, sides: Sides, prefill: float, draft: float) -> Plan:
         memory=rank_memory(job.draft, job.target, job.setting, job.micro_batch),
         longest_sample=longest_sample(job.draft, job.target, job.setting, memory_bytes) if memory_bytes else None,
         target_bytes=job.target.weight_bytes(job.inference_precision),
-        store_bytes=in_flight * job.longest_tokens * job.bytes_per_token,
+        store_bytes=job.store_bytes,
         traffic=traffic(
             present.samples_per_s, job.mean_tokens, job.bytes_per_token, job.generators, receiving, job.store_machines
         ),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from infra.planner.memory import RESERVED, longest_sample, planned_chunk_tokens, rank_memory
-from infra.planner.plan import Job, Plan, make_plan, memory_left
+from infra.planner.plan import Job, Plan, memory_left
 from infra.planner.shapes import ITEM_BYTES
 from infra.quantities import byte_size, plural
 from infra.records.data_path import Record
@@ -49,9 +49,11 @@ def _found(plan: Plan) -> Iterator[PlanObstacle]:
                 overrides=overrides,
                 otherwise="; or ".join(filter(None, (otherwise, "more generators (generator.count)"))),
             )
-    if job.memory_bytes and memory_left(job, plan.memory) < 0:
+    if job.sharing == "share" and job.obstacle_to_share:
+        yield PlanObstacle(problem=job.obstacle_to_share, overrides=("pools.sharing=alternate",))
+    elif job.memory_bytes and memory_left(job, plan.memory) < 0:
         yield _too_much_memory(plan)
-    if job.host_bytes and _host_needs(plan) > job.host_bytes * HOST_SHARE:
+    if job.host_bytes and job.host_needs > job.host_bytes * HOST_SHARE:
         yield _too_much_of_the_host(plan)
     budget = plan.store_bytes if job.budget_bytes is None else job.budget_bytes
     if plan.store_bytes > budget and (not job.rounds or job.rounds > job.epochs):
@@ -135,15 +137,8 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _host_needs(plan: Plan) -> int:
-    """Host memory for samples: pinned memory of all ranks, and the store, unless it consists of files."""
-    job = plan.job
-    stored = 0 if job.rounds else min(plan.store_bytes, job.budget_bytes or plan.store_bytes)
-    return job.pinned_bytes * job.ranks * job.setting.context + stored
-
-
 def _too_much_of_the_host(plan: Plan) -> PlanObstacle:
-    job, needs, room = plan.job, _host_needs(plan), int(plan.job.host_bytes * HOST_SHARE)
+    job, needs, room = plan.job, plan.job.host_needs, int(plan.job.host_bytes * HOST_SHARE)
     pinned = job.pinned_bytes * job.ranks * job.setting.context
     problem = (
         f"samples need {needs / GIB:.0f} GiB of host memory, {pinned / GIB:.0f} GiB of it pinned by the trainer "
@@ -151,7 +146,7 @@ def _too_much_of_the_host(plan: Plan) -> PlanObstacle:
     )
     for steps in range(job.setting.prefetch_steps - 1, -1, -1):
         setting = job.setting.model_copy(update={"prefetch_steps": steps})
-        if _host_needs(make_plan(job.model_copy(update={"setting": setting}))) <= room:
+        if job.model_copy(update={"setting": setting}).host_needs <= room:
             return PlanObstacle(problem=problem, overrides=(f"training.prefetch_steps={steps}",))
     return PlanObstacle(problem=problem, otherwise="a smaller training.samples_per_step or data.max_tokens")
 
@@ -164,6 +159,8 @@ def _too_much_memory(plan: Plan) -> PlanObstacle:
         f"{plural(len(job.micro_batch), 'sample')}, the longest of {job.longest_tokens:,} tokens, and "
         f"{room / GIB:.1f} of its {job.rank_bytes / GIB:.1f} GiB can be planned"
     )
+    if job.unified:
+        problem += f" (samples take {byte_size(job.host_needs)} of the same memory)"
     if job.sharing == "share":
         return PlanObstacle(
             problem=f"{problem}; a generator on the same GPU needs the other {byte_size(job.generator_bytes)}",

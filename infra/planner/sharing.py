@@ -31,11 +31,15 @@ def choose_sharing(pools: PoolsConfig, gpus: int, plan: Plan | None) -> tuple[Sh
     if plan is None:
         return "alternate", f"{there}, and the target's shape is unknown"
     job = plan.job.model_copy(update={"sharing": "share"})
+    if job.obstacle_to_share:
+        return "alternate", f"{there}; not at once, because {job.obstacle_to_share}"
     left = memory_left(job, plan.memory)
     both = (
         f"{there}; together a generator ({byte_size(job.generator_bytes)}) "
         f"and a trainer rank ({byte_size(plan.memory.total)})"
     )
+    if job.unified:
+        both += f", and samples in the same memory ({byte_size(job.host_needs)}),"
     if left >= 0:
         return "share", f"{both} fit into {byte_size(job.memory_bytes)}"
     return "alternate", f"{both} exceed {byte_size(job.memory_bytes)} by {byte_size(-left)}"

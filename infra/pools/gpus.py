@@ -46,6 +46,15 @@ class Gpu:
     """Its MIG devices, which are leased in its place."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability, (major, minor)."""
+    most_processes: int | None = None
+    """How many processes its compute mode lets compute on it at a time; None: any number."""
+    unified: bool = False
+    """Whether its memory is the machine's, as in a DGX Spark."""
+
+    @property
+    def offered(self) -> tuple["Gpu", ...]:
+        """What CUDA can use of it: itself, or with MIG its slices, of which there may be none yet."""
+        return self.slices if self.mig else (self,)
 
     @property
     def held(self) -> str | None:
@@ -75,8 +84,8 @@ class Gpus:
 
     @property
     def devices(self) -> tuple[Gpu, ...]:
-        """What can be leased: whole GPUs, and the slices of those that MIG divides."""
-        return tuple(device for gpu in self.gpus for device in gpu.slices or (gpu,))
+        """What can be leased: whole GPUs, and the slices of those with MIG."""
+        return tuple(device for gpu in self.gpus for device in gpu.offered)
 
 
 @contextmanager
@@ -108,11 +117,11 @@ def _handle(index: int) -> Any:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         # Some drivers hand out the handle of a GPU that answers nothing more.
         pynvml.nvmlDeviceGetUUID(handle)
-        for device in _slices(handle) or [handle]:
+        for device in _offered(handle):
             _memory(device)
         return handle
     except pynvml.NVMLError as error:
-        # Of a GPU that is there, only root may read some things, such as the memory where MIG is on without a slice.
+        # Of a GPU that is there, only root may read some things.
         if handle is None and error.value == pynvml.NVML_ERROR_NO_PERMISSION:  # pyright: ignore[reportAttributeAccessIssue]
             raise
         return error
@@ -154,12 +163,12 @@ def named_gpus(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _leasable(devices: Sequence[Any]) -> tuple[str, ...]:
-    """UUIDs of devices, each once; those of its slices in place of a GPU that MIG divides."""
+    """UUIDs of devices, each once; those of its slices in place of a GPU with MIG."""
     uuids = dict[str, None]()
     for device in devices:
         uuid = str(pynvml.nvmlDeviceGetUUID(device))
-        slices = [] if uuid.startswith("MIG-") else _slices(device)
-        uuids |= dict.fromkeys([str(pynvml.nvmlDeviceGetUUID(one)) for one in slices] or [uuid])
+        offered = [device] if uuid.startswith("MIG-") else _offered(device)
+        uuids |= dict.fromkeys(str(pynvml.nvmlDeviceGetUUID(one)) for one in offered)
     return tuple(uuids)
 
 
@@ -221,6 +230,11 @@ def _resolve(names: Sequence[str], handles: Sequence[Any]) -> list[Any]:
     return devices
 
 
+def _offered(handle: Any) -> list[Any]:
+    """What CUDA can use of a whole GPU: itself, or with MIG its slices, of which there may be none yet."""
+    return _slices(handle) if _has_mig(handle) else [handle]
+
+
 def _slices(handle: Any) -> list[Any]:
     """Handles of a GPU's MIG devices; empty where MIG is off."""
     slices = []
@@ -269,8 +283,8 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(_whole(handle))
     mig = bool(handles) and _has_mig(handle)
     slices = tuple(_read_gpu(one, (), root) for one in (_slices(handle) if mig else ()))
-    # Only root may read the memory of a whole GPU that MIG divides.
-    memories = slices or (_memory(handle),)
+    # Only root may read the memory of a whole GPU with MIG.
+    memories = slices if mig else (_memory(handle),)
     return Gpu(
         name=str(pynvml.nvmlDeviceGetName(handle)),
         total=sum(int(one.total) for one in memories),
@@ -287,8 +301,18 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
         ),
         reserved=sum(int(getattr(one, "reserved", 0)) for one in memories),
         capability=(int(major), int(minor)),
+        most_processes=_most_processes(handle),
+        unified=any(getattr(one, "unified", False) for one in memories),
         slices=slices,
     )
+
+
+def _most_processes(handle: Any) -> int | None:
+    """How many processes may compute on a device at a time; None: any number, or the driver does not say."""
+    with suppress(pynvml.NVMLError):
+        mode = pynvml.nvmlDeviceGetComputeMode(_whole(handle))
+        return {pynvml.NVML_COMPUTEMODE_PROHIBITED: 0, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: 1}.get(mode)
+    return None
 
 
 def _processes(handle: Any) -> list[tuple[int, int]]:
@@ -309,7 +333,7 @@ def _memory(handle: Any) -> Any:
     with suppress(pynvml.NVMLError_NotSupported):  # pyright: ignore[reportAttributeAccessIssue]
         return pynvml.nvmlDeviceGetMemoryInfo(handle)  # drivers before 510, and MIG slices of some
     held = sum(size for _, size in _processes(handle))
-    return SimpleNamespace(total=memory(), free=max(0, memory() - held))
+    return SimpleNamespace(total=memory(), free=max(0, memory() - held), unified=True)
 
 
 def _has_link(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from infra.files.locks import LockHeldError, hold
 from infra.pools.base import LocalCommand, Pool, PoolBusyError, PoolSpec, in_words
-from infra.pools.gpus import named_gpus, read_gpus, visible_gpus
+from infra.pools.gpus import Gpus, named_gpus, read_gpus, visible_gpus
 from infra.processes.control_groups import cores
 from infra.processes.process import Owner
 from infra.refusal import Refusal
@@ -57,7 +57,7 @@ class LocalPools:
         if wanted > len(self.gpus):
             settings = " and ".join(f"pools.{spec.role}_gpus" for spec in specs)
             raise Refusal(
-                f"{in_words(specs)} and this machine has {len(self.gpus)}{_restricted()}{_lost()}: lower {settings}, "
+                f"{in_words(specs)} and this machine has {len(self.gpus)}{left_out()}: lower {settings}, "
                 "or run where there are more"
             )
 
@@ -129,23 +129,39 @@ def refuse_unknown_gpus() -> None:
     unknown = [name for name, gpus in named_gpus(names).items() if not gpus] if names else []
     if unknown:
         raise Refusal(
-            f"$DRAFTSMITH_GPUS: {', '.join(unknown)}: no GPU of this machine has this name, or several do: write UUIDs "
-            "as `nvidia-smi -L` shows them"
+            f"$DRAFTSMITH_GPUS: {', '.join(unknown)}: no GPU of this machine has this name, or several do, or it has "
+            "MIG and no slice: write UUIDs as `nvidia-smi -L` shows them"
         )
 
 
-def _restricted() -> str:
-    """The variables that leave only some of the machine's GPUs."""
+def check_left(gpus: Collection[str]) -> str:
+    """Text to follow the number of `gpus`, which runs may lease: why they are not all of this machine's; else empty.
+
+    Raises Refusal where none of them is left, unless $CUDA_VISIBLE_DEVICES says that none is to be used.
+    """
+    if visible_devices() == []:
+        return ""
+    refuse_unknown_gpus()
+    why = left_out()
+    if why and not gpus:
+        raise Refusal(
+            f"this machine has 0 GPUs{why}: see `draftsmith doctor`, or compute on the CPU (CUDA_VISIBLE_DEVICES=)"
+        )
+    return why
+
+
+def left_out() -> str:
+    """After the number of GPUs that runs may lease: why there are no more; empty if these are all of the machine's.
+
+    Raises Refusal where the driver or no GPU answers.
+    """
     variables = {"CUDA_VISIBLE_DEVICES": visible_devices(), "DRAFTSMITH_GPUS": permitted_gpus() or None}
     left = [f"${variable}={','.join(names)}" for variable, names in variables.items() if names is not None]
-    return f" that {' and '.join(left)} leave{'s' if len(left) == 1 else ''}" if left else ""
-
-
-def _lost() -> str:
-    """GPUs that do not answer, which are not among the machine's. Raises Refusal where none answers."""
-    inventory = read_gpus()
-    lost = inventory.lost if inventory else {}
-    return "".join(f"; GPU {place} does not answer ({why})" for place, why in lost.items())
+    restricted = f" that {' and '.join(left)} leave{'s' if len(left) == 1 else ''}" if left else ""
+    inventory = read_gpus() or Gpus((), "", 0)
+    undivided = "".join(f"; {gpu.uuid} has MIG and no slice" for gpu in inventory.gpus if not gpu.offered)
+    lost = "".join(f"; GPU {place} does not answer ({why})" for place, why in inventory.lost.items())
+    return restricted + undivided + lost
 
 
 def _refuse_several_slices(spec: PoolSpec, gpus: Collection[str]) -> None:
@@ -167,6 +183,11 @@ def _foreign(gpus: Collection[str]) -> dict[str, str]:
         return {}
     used = {
         gpu.uuid: f"is in use by {gpu.held}, stop them" for gpu in inventory.devices if gpu.uuid in gpus and gpu.held
+    }
+    used |= {
+        gpu.uuid: "has the compute mode Prohibited, permit its use (`nvidia-smi -c DEFAULT`)"
+        for gpu in inventory.devices
+        if gpu.uuid in gpus and gpu.most_processes == 0
     }
     if not inventory.lost:
         return used

@@ -67,6 +67,8 @@ def ask(*command: str, text: str | None = None, timeout_s: float = ANSWER_S) -> 
         done = subprocess.run(command, check=False, **options)
     except subprocess.TimeoutExpired as error:
         raise SlurmTimeoutError(f"{command[0]} had no answer within {timeout_s:g} s") from error
+    if done.returncode < 0:  # what stops this process stops its whole group
+        raise SlurmTimeoutError(f"{command[0]} was ended by signal {-done.returncode} before its answer")
     if done.returncode:
         said = done.stderr.strip().replace("error: ", "")  # which begins the last words of a process that refuses
         raise SlurmError(said or f"{command[0]} ended with exit code {done.returncode}")

@@ -99,7 +99,10 @@ class SGLangServer:
         remove_broken(compiled)
         folder = Path(tempfile.mkdtemp(prefix="draftsmith-sglang-"))
         self._leftovers.add(folder)
-        return {"TMPDIR": str(folder), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(compiled)}
+        # torch 2.13 compiles a header into $TMPDIR, five seconds of a core, even where all kernels are in the cache.
+        cache["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+        return {"TMPDIR": str(folder), **cache}
 
     def _wait_until_ready(self, port: int, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -108,6 +108,12 @@ class State:
             int(expected) if expected and is_noted else None, is_noted=is_noted,
         )  # fmt: skip
 
+    def is_due(self, change: Change) -> bool:
+        """Whether `change` has moved the alias, and its record was replaced by a rival's, decided on the same champion
+        at the same moment, or is gone because the rival has given way."""
+        rival = self.change is None or self.change.before == change.before
+        return rival and change.stage != "intended" and change.before != change.after == self.champion
+
 
 def _change(name: str, text: str | None) -> Change | None:
     try:

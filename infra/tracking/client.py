@@ -216,6 +216,12 @@ def pages(search: Callable[..., PagedList[Entity]], **query: Any) -> Iterator[En
             return
 
 
+def quoted(text: str) -> str:
+    """A text as a filter of MLflow has it. One that holds both kinds of quotes cannot be asked for."""
+    quote = '"' if "'" in text else "'"
+    return f"{quote}{text}{quote}"
+
+
 def find_model(client: MlflowClient, name: str) -> RegisteredModel:
     """A registered model with its aliases and tags. Raises Refusal if it does not exist."""
     model = get_model(client, name)
@@ -236,6 +242,5 @@ def get_model(client: MlflowClient, name: str) -> RegisteredModel | None:
 
 def model_versions(client: MlflowClient, name: str) -> Iterator[ModelVersion]:
     """All versions of a registered model, newest first."""
-    quote = '"' if "'" in name else "'"
-    query = f"name = {quote}{name}{quote}"
+    query = f"name = {quoted(name)}"
     return pages(client.search_model_versions, filter_string=query, order_by=["version_number DESC"])

@@ -72,7 +72,8 @@ class DraftInService:
         """
         step, reason = self.next_step(draft, gate, approval=approval)
         if step == "promote":
-            self.promote(draft.version, by=BY_GATE, reason=reason, run=draft.tags.get(RUN, ""))
+            run, over = draft.tags.get(RUN, ""), draft.tags.get(MEASURED_AGAINST, "")
+            self.promote(draft.version, by=BY_GATE, reason=reason, run=run, over=over)
         elif step == "refuse":
             self.refuse(draft.version, by=BY_GATE, reason=reason)
         return step, reason
@@ -96,16 +97,17 @@ class DraftInService:
             return "refuse", f"it was compared with {compared}, and {present} is champion now: retrain"
         return ("ask", "it waits for approval") if approval else ("promote", gate.reason)
 
-    def promote(self, version: int, *, by: str, reason: str, run: str = "") -> RegisteredDraft:
+    def promote(self, version: int, *, by: str, reason: str, run: str = "", over: str | None = None) -> RegisteredDraft:
         """Make a version the champion; one that fails the smoke test gives way to the champion before it.
 
+        `over`: the only champion that it may replace, empty for none; where it is None, any.
+
         Repeated by the same run, or by the same person for the same reason, this completes what was interrupted, and
-        does nothing where nothing was. The version returned is not the champion where its smoke test failed, or where
-        another decision was made at the same moment. Raises what the smoke test raises: ProcessFailedError once the
-        version is withdrawn, any other error with the change still recorded.
+        does nothing where nothing was. The version returned is not the champion where its smoke test failed, where
+        another one than `over` serves, or where another decision was made at the same moment. Raises what the smoke
+        test raises: ProcessFailedError once the version is withdrawn, any other error with the change still recorded.
         """
-        tested = self._smoke_test is not None
-        self._change("promotion", version, by=by, reason=reason, run=run, tested=tested)
+        self._change("promotion", version, by=by, reason=reason, run=run, over=over)
         return find_version(self._uri, self._name, version)
 
     def withdraw(self, version: int, *, by: str, reason: str) -> RegisteredDraft | None:
@@ -177,12 +179,12 @@ class DraftInService:
                 following = self._test(change, self._smoke_test)
             self._record(following, over=change)
 
-    def _change(self, kind: Kind, version: int, *, by: str, reason: str, run: str = "", tested: bool = False) -> None:
+    def _change(
+        self, kind: Kind, version: int, *, by: str, reason: str, run: str = "", over: str | None = None
+    ) -> None:
         """Record a change, unless it is under way or done already, and complete it."""
         find_version(self._uri, self._name, version)
-        wanted = Change(
-            id=str(uuid4()), kind=kind, version=version, by=by, reason=reason[:LONGEST], run=run, tested=tested
-        )
+        wanted = Change(id=str(uuid4()), kind=kind, version=version, by=by, reason=reason[:LONGEST], run=run)
         current = self._notice()
         if current and wanted.repeats(current):
             wanted = current
@@ -195,8 +197,10 @@ class DraftInService:
             after = version if kind == "promotion" else state.champion
             if kind == "withdrawal" and state.champion == version:
                 after = self._replaced(version)
-            wanted = wanted.model_copy(update={"at": self._now(), "before": state.champion, "after": after})
-            self._record(wanted)
+            before = state.champion if over is None else int(over or 0) or None
+            tested = kind == "promotion" and self._smoke_test is not None
+            known = {"at": self._now(), "before": before, "after": after, "tested": tested}
+            self._record(wanted := wanted.model_copy(update=known))
         self._complete(wanted.id)
         if DECISION + _key(wanted) not in self._client.get_model_version(self._name, str(version)).tags:
             # Who decided at the same moment had read that there is no change, and recorded another one over this.
@@ -269,6 +273,8 @@ class DraftInService:
                     client.delete_registered_model_alias(name, CHAMPION)
                 else:
                     client.set_registered_model_alias(name, CHAMPION, str(change.after))
+            else:  # another version has become champion, or this is repeated
+                change = change.model_copy(update={"after": state.champion})
             if not self._is_gone(change) and REPLACES in client.get_model_version(name, version).tags:
                 client.delete_model_version_tag(name, version, REPLACES)
             self._write_history(change, "rolled back")
@@ -280,6 +286,8 @@ class DraftInService:
         if change.before != change.version:
             client.set_model_version_tag(name, version, REPLACES, "" if change.before is None else str(change.before))
         if state.champion != change.version:
+            if self._state() != state:
+                return change  # to be looked at again
             client.set_registered_model_alias(name, CHAMPION, version)
         if state.challenger == change.version:
             client.delete_registered_model_alias(name, CHALLENGER)
@@ -315,9 +323,11 @@ class DraftInService:
         )  # fmt: skip
 
     def _record(self, change: Change | None, over: Change | None = None) -> None:
-        """Record the change in progress, or that there is none. A record other than `over` is left unchanged."""
-        current = self._state().change if over else None
-        if over and (current is None or current.id != over.id):
+        """Record the change in progress, or that there is none. A record other than `over` is left unchanged, unless it
+        is that of a rival which has to give way."""
+        state = self._state()
+        is_other = over is not None and (state.change is None or state.change.id != over.id)
+        if over and is_other and not (change and over.stage == "intended" and state.is_due(change)):
             return
         if change is None:
             self._client.delete_registered_model_tag(self._name, CHANGE)

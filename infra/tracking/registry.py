@@ -111,19 +111,30 @@ def register(
         client.create_registered_model(name, {MARK: DRAFT}, about)
     elif MARK not in model.tags:
         client.set_registered_model_tag(name, MARK, DRAFT)
-    version = _version_of_run(client, name, tags.get(RUN)) or client.create_model_version(
-        name,
-        f"models:/{model_id}",
-        run_id,
-        tags={**tags, MODEL_ID: model_id},
-        description=description,
-        model_id=model_id,
-    )
+    version = _version_of_run(client, name, tags.get(RUN))
+    if version is None:
+        tags = {**tags, MODEL_ID: model_id}
+        made = client.create_model_version(
+            name, f"models:/{model_id}", run_id, tags=tags, description=description, model_id=model_id
+        )
+        version = _without_repetitions(client, made)
     versions = json.dumps([{"name": name, "version": str(version.version)}])
     # The version's own model: a repeated call may have logged another one.
     client.set_logged_model_tags(version.tags.get(MODEL_ID, model_id), {VERSIONS_OF_MODEL: versions, NOTE: description})
     _make_challenger(client, name, int(version.version))
     return _draft(client, name, int(version.version))
+
+
+def _without_repetitions(client: MlflowClient, made: ModelVersion) -> ModelVersion:
+    """The only version that a request made: MLflow's client repeats one whose answer was lost, and later versions of
+    the same run go."""
+    if not made.tags.get(RUN):
+        return made
+    same = [one for one in model_versions(client, str(made.name)) if one.tags.get(RUN) == made.tags[RUN]]
+    *later, first = same or [made]
+    for one in later:
+        client.delete_model_version(str(one.name), str(one.version))
+    return first
 
 
 def _that_fits(description: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModelOutput, Metric, Param, RunTag
+from mlflow.entities import LoggedModelOutput, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from infra.files.atomic import write_atomically
@@ -20,7 +20,7 @@ from infra.records.acceptance import RegisteredDraft
 from infra.records.data_path import HELDOUT_LENGTH, HELDOUT_SEEN, Record
 from infra.redaction import redacted
 from infra.refusal import Refusal
-from infra.tracking.client import NOTE, connect, experiment_id
+from infra.tracking.client import NOTE, connect, experiment_id, pages, quoted
 
 BATCH = 500
 """MLflow takes at most 1,000 metrics and 100 parameters in a request."""
@@ -68,14 +68,35 @@ def start_run(
 def _created(
     client: MlflowClient, record: Path, uri: str, experiment: str, name: str, tags: Mapping[str, str]
 ) -> TrackedRun:
-    """A new run, which `record` remembers before anything else can fail: a second try goes on with it."""
+    """A new run, which `record` remembers before anything else can fail: a second try goes on with it.
+
+    A run of the same folder whose creation was not answered is taken.
+    """
     experiment_of_run = experiment_id(client, experiment)
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)
-    created = client.create_run(experiment_of_run, run_name=name, tags=dict(tags))
-    run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=created.info.run_id)
+    if not (made := _runs_of_folder(client, experiment_of_run, tags)):
+        now = int(time.time() * 1000)
+        created = client.create_run(experiment_of_run, start_time=now, run_name=name, tags=dict(tags))
+        made = _runs_of_folder(client, experiment_of_run, tags) or [created]
+    first = made[0]
+    for other in made[1:]:
+        # MLflow's client repeats a request whose answer was lost, so it may have made several runs.
+        if other.info.start_time == first.info.start_time and not other.data.params:
+            client.delete_run(other.info.run_id)
+    client.update_run(first.info.run_id, status="RUNNING")
+    run = TrackedRun(uri=uri, experiment_id=experiment_of_run, run_id=first.info.run_id)
     write_atomically(record, run)
     return run
+
+
+def _runs_of_folder(client: MlflowClient, experiment: str, tags: Mapping[str, str]) -> list[Run]:
+    """Runs of MLflow that are of the run folder in `tags`: newest first, those with a configuration before others."""
+    if FOLDER not in tags:
+        return []
+    query = f"tags.`{FOLDER}` = {quoted(tags[FOLDER])} AND tags.`{RUNS}` = {quoted(tags[RUNS])}"
+    found = pages(client.search_runs, experiment_ids=[experiment], filter_string=query)
+    return sorted(found, key=lambda run: (run.info.start_time, bool(run.data.params)), reverse=True)
 
 
 def _log_config(client: MlflowClient, run: TrackedRun, config: Mapping[str, Any]) -> None:

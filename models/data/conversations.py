@@ -218,10 +218,17 @@ def _generated(place: str, record: Mapping[str, Any]) -> tuple[Tokens, ...]:
     samples = record.get("generated")
     if not isinstance(samples, list) or not all(isinstance(one, dict) and "input_ids" in one for one in samples):
         return ()
-    return tuple(
-        replace(_tokens(place, sample), room=int(sample.get("room", 0)), images=tuple(sample.get("images", ())))
-        for sample in samples
-    )
+    return tuple(_generated_sample(place, sample) for sample in samples)
+
+
+def _generated_sample(place: str, sample: Mapping[str, Any]) -> Tokens:
+    room, images = sample.get("room", 0), sample.get("images", [])
+    if type(room) is not int or not isinstance(images, list) or not all(isinstance(one, str | bytes) for one in images):
+        raise Refusal(
+            f"{place}: a sample of `generated` needs a whole number as room and a list of addresses as images: correct "
+            "the record, or leave `generated` out"
+        )
+    return replace(_tokens(place, sample), room=room, images=tuple(images))
 
 
 def _tokens(place: str, record: Mapping[str, Any]) -> Tokens:

@@ -143,6 +143,33 @@ def test_a_machine_whose_gpus_are_not_in_the_table_is_planned_with_its_own_memor
     assert [note for note in job.assumptions if "with the speed and price of an H100" in note]
 
 
+def test_a_gpu_that_one_process_at_a_time_may_use_is_used_by_turns(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("NVIDIA H100 80GB HBM3", 1, 80)
+    exclusive = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeMode", lambda _gpu: exclusive)
+    job = plan_recipe(on_this_machine(load_recipe(ONE))).job
+    assert (job.sharing, "Exclusive Process" in job.sharing_why) == ("alternate", True)
+    with pytest.raises(Refusal, match=r"Exclusive Process .*nearest possible recipe: pools\.sharing=alternate"):
+        checked_plan(on_this_machine(load_recipe(ONE, ["pools.sharing=share"])))
+
+
+def test_the_memory_of_a_machine_that_its_gpu_shares_is_planned_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_supported(*_: object, **__: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    machine("NVIDIA GB10", 1, 128)
+    assert not plan_recipe(on_this_machine(load_recipe(ONE))).job.unified
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", not_supported)
+    for place in ("infra.pools.gpus.memory", "tasks.plan.memory"):
+        monkeypatch.setattr(place, lambda: 128 * 2**30)
+    job = plan_recipe(on_this_machine(load_recipe(ONE))).job
+    assert (job.memory_bytes, job.host_bytes, job.unified) == (128 * 2**30, 128 * 2**30, True)
+
+
 def test_turns_take_the_time_of_both_sides_and_of_every_switch() -> None:
     plan = plan_recipe(load_recipe(ONE, ["pools.sharing=alternate", "transport.round_mib=16384"]))
     sample_s = 1 / plan.present.inference + 1 / plan.present.training
@@ -446,6 +473,21 @@ def test_a_written_recipe_trains_steps_that_the_gpu_holds(
     assert config.training.micro_batches == micro_batches
     assert config.data.source == "python-docs"
     checked_plan(config)
+
+
+def test_a_written_recipe_says_which_gpus_it_leaves_out(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine("NVIDIA H100 80GB HBM3", 4, 80)
+    tree = {"name": "x", "target": {"name": shape(tmp_path / "target", 16, 8192)}, "data": {"source": "python-docs"}}
+    assert "this machine has" not in division(tree)[1]
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-1,GPU-2")
+    assert division(tree)[1].endswith("; this machine has 2 GPUs that $DRAFTSMITH_GPUS=GPU-1,GPU-2 leaves")
+    monkeypatch.setenv("DRAFTSMITH_GPUS", "GPU-9")
+    with pytest.raises(Refusal, match="GPU-9: no GPU of this machine has this name"):
+        division(tree)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert division(tree) == ({}, "")
 
 
 def test_a_target_of_unknown_shape_gets_a_gpu_for_each_side(machine: Machine, tmp_path: Path) -> None:

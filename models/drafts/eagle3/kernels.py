@@ -248,7 +248,9 @@ def _ends_on(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def fastest_kernel(q: Tensor) -> Kernel:
-    """FlashAttention where it can run; on CUDA in float32 it cannot, so the plain kernel is used."""
+    """FlashAttention where it can run: on CUDA in half precision only, from compute capability 8.0."""
     if q.device.type == "cpu":
         return CpuFlash()
-    return CudaFlash() if q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 else PlainKernel()
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    old = q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0)
+    return CudaFlash() if fits and not old else PlainKernel()

@@ -54,7 +54,7 @@ def test_the_build_of_torch_against_the_gpus(
         (CUDA13, (9, 0), "ok", "9.0"),
         (CUDA13, (12, 0), "ok", "12.0"),
         (CUDA13, (7, 0), "problem", "7.0; torch's build has 7.5 to 12.1"),
-        (CUDA12, (7, 0), "note", "7.0: no bfloat16 arithmetic"),
+        (CUDA12, (7, 0), "problem", "7.0: no bfloat16 arithmetic, in which runs on GPUs compute by default"),
         (CUDA12, (10, 0), "problem", "10.0; torch's build has 5.0 to 9.0"),
     ],
 )
@@ -64,6 +64,23 @@ def test_capabilities(tmp_path: Path, text: str, capability: tuple[int, int], ve
     finding = only(cuda.capabilities(gpus, tmp_path / "version.py"))
     assert (finding.verdict, finding.found) == (verdict, said)
     assert bool(finding.remedy) == (verdict != "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "capability", "cuda_of_driver", "remedy"),
+    [
+        (CUDA13, (7, 0), 13, ": `make clean`, then `make WHEELS=cu126 quickstart`"),
+        (CUDA12, (12, 0), 13, ": `make clean`, then `make WHEELS=cu130 quickstart`"),
+        (CUDA12, (12, 0), 12, ": update NVIDIA's driver to 580, `make clean`, then `make WHEELS=cu130 quickstart`"),
+        (CUDA13, (7, 5), 13, " generator.engine=transformers"),
+    ],
+)
+def test_the_remedy_fits_driver_and_gpu(
+    tmp_path: Path, text: str, capability: tuple[int, int], cuda_of_driver: int, remedy: str
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    gpus = Gpus((Gpu("GPU", 80 * GIB, 79 * GIB, capability=capability),), "1.1", cuda_of_driver)
+    assert only(cuda.capabilities(gpus, tmp_path / "version.py")).remedy.endswith(remedy)
 
 
 def test_builds_without_cuda_have_no_capabilities(tmp_path: Path) -> None:

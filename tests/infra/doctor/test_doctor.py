@@ -73,6 +73,11 @@ def test_pythons(version: tuple[int, int], verdict: str) -> None:
     assert machine.python(version).verdict == verdict
 
 
+@pytest.mark.parametrize(("kind", "verdict"), [("x86_64", "ok"), ("aarch64", "note"), ("riscv64", "problem")])
+def test_processors(kind: str, verdict: str) -> None:
+    assert machine.processor(kind).verdict == verdict
+
+
 def test_less_than_a_core_is_a_note(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "200000 100000\n"}
     finding = machine.cores(tree(tmp_path, files), affinity=16)
@@ -202,7 +207,10 @@ H100 = Gpu("H100", 80 * GIB, 79 * GIB)
         (Gpu("H100", 80 * GIB, 40 * GIB, ((7, 39 * GIB),)), "note", "process 7 (39 GiB)"),
         (Gpu("H100", 80 * GIB, 79 * GIB, ((7, 0),)), "note", "in use by process 7"),
         (Gpu("H100", 80 * GIB, 40 * GIB), "note", "cannot be seen from here"),
-        (Gpu("H100", 80 * GIB, 79 * GIB, mig=True), "note", "MIG is on"),
+        (Gpu("H100", 80 * GIB, 79 * GIB, mig=True, slices=(H100, H100)), "note", "MIG is on: 2 slices"),
+        (Gpu("H100", 0, 0, mig=True), "note", "MIG is on without a slice"),
+        (Gpu("H100", 80 * GIB, 79 * GIB, most_processes=1), "note", "(Exclusive Process) lets one process"),
+        (Gpu("H100", 80 * GIB, 79 * GIB, most_processes=0), "note", "(Prohibited) lets nothing compute"),
     ],
 )
 def test_gpus(gpu: Gpu, verdict: str, said: str) -> None:
@@ -213,6 +221,7 @@ def test_gpus(gpu: Gpu, verdict: str, said: str) -> None:
 
 def test_no_gpu_and_a_gpu_without_a_driver_are_told_apart(tmp_path: Path) -> None:
     assert only(devices.gpus(None, tmp_path)).verdict == "ok"
+    assert "an AMD GPU, which Draftsmith cannot use" in only(devices.gpus(None, tree(tmp_path, {"dev/kfd": ""}))).found
     assert "no driver" in only(devices.gpus(None, tree(tmp_path, PCI))).found
 
 

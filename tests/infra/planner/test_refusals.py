@@ -135,3 +135,46 @@ def test_samples_that_arrive_elsewhere_take_no_memory_of_the_host() -> None:
     job = plan_recipe(load_recipe(RECIPE)).job
     on_device = job.model_copy(update={"setting": job.setting.model_copy(update={"on_device": True})})
     assert job.pinned_bytes > on_device.pinned_bytes == 0
+
+
+SHARED = ["generator.engine=sglang", "plan.memory_gb=300", "data.max_samples=64"]
+
+
+@pytest.mark.parametrize(
+    ("generators", "inference", "training", "copy", "refused"),
+    [
+        (1, 2, 1, None, "1 of the 2 GPUs"),
+        (1, 8, 7, None, "7 of the 8 GPUs"),
+        (2, 4, 3, None, "1 of the 2 GPUs"),
+        (1, 4, 3, 2, "1 of the 2 GPUs"),
+        (2, 4, 2, None, ""),
+        (1, 4, 2, 2, ""),
+        (1, 2, 2, None, ""),
+        (1, 1, 2, None, ""),
+    ],
+)
+def test_a_copy_of_the_target_is_not_shared_in_part(
+    generators: int, inference: int, training: int, copy: int | None, refused: str
+) -> None:
+    """SGLang refuses tensor parallelism on GPUs whose free memory differs by a tenth."""
+    settings = [f"generator.count={generators}", f"pools.inference_gpus={inference}", f"pools.training_gpus={training}"]
+    settings += [f"training.ranks={training}", f"plan.gpus={max(inference, training)}", *SHARED]
+    if copy:
+        settings += [f"generator.sglang.tensor_parallel={copy}", f"generator.sglang.data_parallel={inference // copy}"]
+    auto = plan_recipe(load_recipe(RECIPE, settings)).job
+    assert auto.sharing == ("alternate" if refused else "share"), auto.sharing_why
+    assert refused in auto.sharing_why
+    found = refusals(plan_recipe(load_recipe(RECIPE, [*settings, "pools.sharing=share"])))
+    assert [one.overrides for one in found] == ([("pools.sharing=alternate",)] if refused else [])
+    assert all(refused in one.problem for one in found)
+
+
+def test_one_memory_holds_gpus_and_samples_once() -> None:
+    """As in a DGX Spark, whose GPU has the machine's memory."""
+    job = plan_recipe(load_recipe(RECIPE)).job
+    parted, unified = (job.model_copy(update={"host_bytes": job.memory_bytes, "unified": one}) for one in (False, True))
+    assert unified.host_needs > 0
+    assert unified.rank_bytes == parted.rank_bytes - unified.host_needs
+    full = unified.model_copy(update={"memory_bytes": make_plan(job).memory.total + unified.host_needs})
+    (obstacle,) = (one for one in refusals(make_plan(full)) if "a trainer rank would need" in one.problem)
+    assert "of the same memory" in obstacle.problem

@@ -315,6 +315,40 @@ def test_slices_are_leased_in_place_of_their_gpu(
         pools.acquire([PoolSpec("training", 2)], Owner("run", tmp_path))
 
 
+def test_a_gpu_with_mig_and_no_slice_is_not_leased(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA cannot use it, and only root may read its memory."""
+    readable = pynvml.nvmlDeviceGetMemoryInfo
+
+    def others_only(card: Card, version: int = 0) -> object:
+        if card is cards[0]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return readable(card, version)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda card: (int(card is cards[0]),) * 2)
+    for memory_info in (readable, others_only):
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
+        found = read_gpus()
+        assert found is not None
+        assert "MIG is on without a slice" in devices.gpus(found)[0].found
+        assert [gpu.uuid for gpu in found.devices] == list(visible_gpus()) == ["GPU-bb", "GPU-cc", "GPU-dd"]
+        with pytest.raises(Refusal, match=r"this machine has 3; GPU-aa has MIG and no slice: lower"):
+            LocalPools(locks=tmp_path).check([PoolSpec("training", 4)])
+
+
+def test_a_gpu_whose_compute_mode_prohibits_its_use_is_left_alone(
+    cards: list[Card], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    modes = [pynvml.NVML_COMPUTEMODE_PROHIBITED, 0, 0, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeMode", lambda card: modes[cards.index(card)], raising=False)
+    found = read_gpus()
+    assert found is not None
+    assert [gpu.most_processes for gpu in found.gpus] == [0, None, None, 1]
+    with pytest.raises(PoolBusyError, match="GPU-aa has the compute mode Prohibited"):
+        LocalPools(locks=tmp_path).acquire([PoolSpec("training", 2)], Owner("run", tmp_path))
+
+
 def test_memory_that_the_driver_keeps_is_not_in_use(cards: list[Card], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards[0], "used", 700 * 2**20)  # a display; with what the driver keeps it is over 1 GiB
     found = read_gpus()
@@ -348,7 +382,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_machines(cards: list[Card], mon
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", not_supported)
     found = read_gpus()
     assert found is not None
-    assert {gpu.total for gpu in found.gpus} == {memory()}
+    assert {(gpu.total, gpu.unified) for gpu in found.gpus} == {(memory(), True)}
     assert [gpu.held for gpu in found.gpus] == [None, "process 4000000 (29 GiB)", None, None]
     assert found.gpus[0].free == memory()
 

@@ -123,7 +123,12 @@ def test_a_busy_controller_does_not_cost_the_job(slurm_says: Say, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "submits", ["echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1", "exec sleep 60"]
+    "submits",
+    [
+        "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1",
+        "exec sleep 60",
+        "kill $$",  # as the holder's supervisor does, which ends the whole group
+    ],
 )
 def test_a_job_that_sbatch_knows_nothing_of_is_withdrawn(
     slurm_says: Say, hold: Hold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submits: str, capsys

@@ -8,7 +8,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from infra.tracking import runs
+from infra.tracking import registry, runs
 from infra.tracking.client import connect
 from infra.tracking.runs import TrackedRun
 
@@ -36,6 +36,51 @@ def test_a_store_that_fails_while_a_run_is_opened_leaves_one_run(
     assert found.info.run_id == run.run_id
     assert found.data.params == {"seed": "3", "training.ranks": "2"}
     assert client.list_artifacts(run.run_id)[0].path == "config.json"
+
+
+def lose_the_first_answer(patch: pytest.MonkeyPatch, request: str) -> None:
+    """MLflow's client sends a request again whose answer was lost: a proxy says 502, or the connection breaks."""
+    send = getattr(MlflowClient, request)
+
+    def sent(*arguments: object, **more: object) -> object:
+        send(*arguments, **more)
+        return send(*arguments, **more)
+
+    patch.setattr(MlflowClient, request, sent)
+
+
+def test_a_run_whose_creation_is_not_answered_is_one_run(
+    tmp_path: Path, registry_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, others = connect(registry_uri), {runs.RUNS: "4567", runs.FOLDER: "run-1"}
+    other = runs.start_run(tmp_path / "other.json", registry_uri, "test", "run-1", CONFIG, others)
+    with monkeypatch.context() as patch:
+        lose_the_first_answer(patch, "create_run")
+        run = open_run(tmp_path, registry_uri)
+    found = client.search_runs([run.experiment_id], order_by=["attributes.start_time ASC"])
+    assert [one.info.run_id for one in found] == [other.run_id, run.run_id]
+    # The process was killed before it had noted the run.
+    (tmp_path / "tracking.json").unlink()
+    client.set_terminated(run.run_id, "KILLED")
+    assert open_run(tmp_path, registry_uri) == run
+    assert client.get_run(run.run_id).info.status == "RUNNING"
+
+
+def test_a_version_whose_registration_is_not_answered_is_one_version(
+    tmp_path: Path, registry_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drafts = open_run(tmp_path, registry_uri), list[registry.RegisteredDraft]()
+    for name in ("run-1", "run-2", "run-2"):
+        with monkeypatch.context() as patch:
+            lose_the_first_answer(patch, "create_model_version")
+            model = connect(registry_uri).create_logged_model(run.experiment_id, "draft", run.run_id)
+            drafts.append(registry.register(registry_uri, "draft-a", model.model_id, run.run_id, {registry.RUN: name}))
+    listed = registry.list_drafts(registry_uri, "draft-a")
+    assert [(one.version, one.tags[registry.RUN], one.aliases) for one in listed] == [
+        (3, "run-2", ("challenger",)),
+        (1, "run-1", ()),
+    ]
+    assert [one.version for one in drafts] == [1, 3, 3]
 
 
 def test_a_run_that_was_deleted_is_restored_where_it_goes_on(tmp_path: Path, registry_uri: str) -> None:
