@@ -9,10 +9,10 @@ PYTHON ?= $(or $(shell for name in python3.11 python3.12 python3.13 python3; do 
     $(error Draftsmith needs Python 3.11, 3.12 or 3.13: install one, or name its program: make PYTHON=/path/to/python3.12))
 VENV := .venv
 BIN := $(VENV)/bin
-# NVIDIA's driver and the first GPU's compute capability, as `580 90` for 9.0; drivers before 510 tell their version only.
+# NVIDIA's driver and the highest compute capability, as `580 90` for 9.0; drivers before 510 tell their version only.
 ASK := nvidia-smi --format=csv,noheader --query-gpu
 NVIDIA := $(shell { $(ASK)=driver_version,compute_cap || $(ASK)=driver_version; } 2>/dev/null | \
-    sed -n '/^[0-9]/{s/^\([0-9]*\)\.[0-9.]*\(, *\([0-9]*\)\.\([0-9]*\)\)*.*/\1 \3\4/p;q;}')
+    sed -n 's/^\([0-9][0-9]*\)\.[0-9.]*\(, *\([0-9]*\)\.\([0-9]*\)\)*.*/\1 \3\4/p' | sort -k2,2n | tail -n 1)
 DRIVER := $(word 1,$(NVIDIA))
 CAPABILITY := $(word 2,$(NVIDIA))
 # Drivers from 580 run CUDA 13, whose wheels hold code for GPUs from compute capability 7.5; from 525 CUDA 12, up to 9.0.
@@ -70,6 +70,10 @@ UV_COMPILE := .venv-lock/bin/uv pip compile --python-version 3.11 --upgrade --no
 
 # On the GPU where there is one; a single one is shared by both sides.
 ON_GPU := pools.inference_gpus=1 pools.training_gpus=1
+# GPUs below 8.0 compute in no bfloat16.
+ifeq ($(shell [ $(or $(CAPABILITY),80) -lt 80 ] && echo yes),yes)
+ON_GPU += training.precision=float32 generator.compute_dtype=float32 benchmark.compute_dtype=float32
+endif
 
 quickstart: $(VENV)/.ready
 	$(BIN)/draftsmith retrain recipes/quickstart.yaml $(if $(filter cu%,$(WHEELS)),$(ON_GPU))

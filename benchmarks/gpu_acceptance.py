@@ -65,7 +65,7 @@ STAGES = (
     Stage("alternate", "generator and trainer take turns", "sharing.alternate", 300),
 )
 RUNS = ("share", "alternate")
-"""Stages that start runs, which lease GPUs themselves. They are the last ones, which nothing needs a lease after."""
+"""Stages that start runs, which lease GPUs themselves. They come last, so that the lease can be dropped before them."""
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 MARKS = {PASSED: "green", FAILED: "bold red", SKIPPED: "yellow"}
 PACKAGES = (
@@ -86,15 +86,21 @@ class Outcome:
     log: str = ""
 
 
-@contextmanager
-def leased(gpus: int, work: Path) -> Iterator[Pool]:
-    """As many GPUs of this machine, or all of fewer. Raises Refusal for those that others use."""
-    pools, owner = LocalPools(), Owner(f"acceptance-{os.getpid()}", work)
-    count = min(gpus, len(pools.gpus))
+def _acquire(pools: LocalPools, count: int, owner: Owner) -> Pool:
     try:
         (pool,) = pools.acquire([PoolSpec("training", count, parts=max(1, count))], owner)
     except PoolBusyError as error:
-        raise Refusal(f"{error}; wait for them, or name others (DRAFTSMITH_GPUS)") from error
+        if count > 1:
+            return _acquire(pools, count - 1, owner)
+        raise Refusal(f"all GPUs of this machine are in use ({error}): wait, or end what uses them") from error
+    return pool
+
+
+@contextmanager
+def leased(gpus: int, work: Path) -> Iterator[Pool]:
+    """As many GPUs of this machine, or fewer where others use some. Raises Refusal where they use all."""
+    pools, owner = LocalPools(), Owner(f"acceptance-{os.getpid()}", work)
+    pool = _acquire(pools, min(gpus, len(pools.gpus)), owner)
     try:
         yield pool
     finally:

@@ -176,6 +176,11 @@ def visible_devices() -> list[str] | None:
     return None if text is None else [gpu for gpu in map(str.strip, text.split(",")) if gpu not in NO_GPU]
 
 
+def mps_folder() -> Path:
+    """Where the control daemon of NVIDIA's Multi-Process Service (MPS) listens, if it runs."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+
+
 def leased_gpus() -> list[str]:
     """The GPUs that this process leased, by $CUDA_VISIBLE_DEVICES."""
     return visible_devices() or []

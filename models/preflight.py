@@ -21,6 +21,7 @@ from infra.ledger.database import check_server
 from infra.network.ports import listening_address
 from infra.planner.traffic import CHECKPOINT_BYTES_PER_PARAMETER
 from infra.pools.gpus import read_gpus
+from infra.pools.local import LocalPools
 from infra.processes.exit import run_main
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
@@ -176,7 +177,7 @@ def _check_kernels(config: RunConfig) -> None:
 
 
 def _check_arithmetic(config: RunConfig) -> None:
-    """Raise Refusal for a run in bfloat16 on a machine none of whose GPUs computes in it.
+    """Raise Refusal for a run in bfloat16 on a machine where no GPU that it may lease computes in it.
 
     Machines of clusters are not this one.
     """
@@ -187,11 +188,13 @@ def _check_arithmetic(config: RunConfig) -> None:
             dtypes["generator.compute_dtype"] = config.capture_dtype
     half = [setting for setting, dtype in dtypes.items() if dtype == "bfloat16"]
     inventory = read_gpus() if half and config.pools.kind == "local" else None
-    if inventory and inventory.devices and all(gpu.capability < BFLOAT16 for gpu in inventory.devices):
-        gpu = inventory.devices[0]
+    leasable = LocalPools().gpus if inventory else ()
+    gpus = [gpu for gpu in inventory.devices if gpu.uuid in leasable] if inventory else []
+    if gpus and all(gpu.capability < BFLOAT16 for gpu in gpus):
+        gpu = gpus[0]
         raise Refusal(
-            f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) does not compute in bfloat16, as "
-            f"{' and '.join(half)} would: set {' '.join(WITHOUT_BFLOAT16)}"
+            f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) does not compute in bfloat16, "
+            f"the dtype of {', '.join(half)}: set {' '.join(WITHOUT_BFLOAT16)}"
         )
 
 

@@ -81,8 +81,12 @@ def gpus(acceptance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPo
 
 
 def test_the_acceptance_takes_no_gpu_that_a_run_holds(acceptance, gpus: LocalPools, tmp_path: Path) -> None:
-    gpus.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
-    with pytest.raises(Refusal, match=r"1 are held by other runs or followers now; wait .*DRAFTSMITH_GPUS"):
+    (held,) = gpus.acquire([PoolSpec("training", 1)], Owner("run", tmp_path))
+    with acceptance.leased(2, tmp_path) as pool:
+        assert {*pool.gpus, *held.gpus} == set(GPUS)
+        assert len(pool.gpus) == 1
+    gpus.acquire([PoolSpec("training", 1)], Owner("another", tmp_path))
+    with pytest.raises(Refusal, match=r"all GPUs .* in use .*2 are held by other runs or followers now.*: wait"):
         acceptance.accept(acceptance.STAGES, "cuda", tmp_path, 1.0, tmp_path / "result.json")
 
 

@@ -92,7 +92,10 @@ def capabilities(inventory: Gpus | None, file: Path | None) -> list[Finding]:
             findings.append(judge(f"{shown}; torch's build has {has}", problem=True, name=name, remedy=remedy))
         elif gpu.capability < BFLOAT16:
             found = f"{shown}: no bfloat16 arithmetic, in which runs on GPUs compute by default"
-            findings.append(judge(found, problem=True, name=name, remedy=f"give runs {' '.join(WITHOUT_BFLOAT16)}"))
+            only = all(other.capability < BFLOAT16 for other in inventory.gpus)
+            remedy = f"give runs {' '.join(WITHOUT_BFLOAT16)}"
+            remedy += "" if only else ", or leave this one out (DRAFTSMITH_GPUS)"
+            findings.append(judge(found, problem=only, note=not only, name=name, remedy=remedy))
         else:
             findings.append(judge(shown, name=name))
     return findings

@@ -28,7 +28,8 @@ def mlflow(uri: str) -> Finding:
         return _tracking_server(uri)
     if scheme == "sqlite":
         database = Path(uri.removeprefix("sqlite:///"))
-        return _database(database, f"no server set: runs are kept in {database}")
+        found = f"no server set: runs are kept in {database}"
+        return _database(database, found) if database.name else judge(found)
     if scheme in ("", "file") and not settings.allows_mlflow_file_store():
         return judge(f"{uri} names MLflow's old file store, which it refuses", problem=True)
     return judge(

@@ -248,7 +248,9 @@ class TrafficRecord(Record):
             least_steps: verification steps that close a window.
         """
         servers = {
-            url: state for url, state in self.servers.items() if url in scrape.silent and now - state.seen <= SILENT_S
+            url: state.model_copy(update={"unsure": False})
+            for url, state in self.servers.items()
+            if url in scrape.silent and now - state.seen <= SILENT_S
         }
         added: dict[ServedSeries, Counters] = {}
         for url, reading in scrape.readings.items():

@@ -176,6 +176,9 @@ def _too_much_memory(plan: Plan) -> PlanObstacle:
 
 def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
     """Jobs that need less memory, the nearest first: what changes no result, then shorter samples."""
+    for steps in range(job.setting.prefetch_steps - 1, -1, -1) if job.unified else ():
+        setting = job.setting.model_copy(update={"prefetch_steps": steps})
+        yield job.model_copy(update={"setting": setting}), (f"training.prefetch_steps={steps}",)
     most = -(-job.samples_per_step // job.ranks)
     parts = job.micro_batches + 1
     while parts <= most:
@@ -194,7 +197,7 @@ def _smaller(job: Job) -> Iterator[tuple[Job, tuple[str, ...]]]:
         setting = job.setting.model_copy(update={"recompute": True})
         yield alone.model_copy(update={"setting": setting}), (*overrides, "training.recompute=true")
         alone, overrides = alone.model_copy(update={"setting": setting}), (*overrides, "training.recompute=true")
-    longest = longest_sample(job.draft, job.target, alone.setting, job.memory_bytes)
+    longest = longest_sample(job.draft, job.target, alone.setting, job.rank_bytes)
     if longest >= 8:
         shorter = {"longest_tokens": longest, "mean_tokens": min(longest, job.mean_tokens)}
         yield alone.model_copy(update=shorter), (*overrides, f"data.max_tokens={longest}")

@@ -17,7 +17,7 @@ from infra.network.rdma import nearest_devices, numa_node
 from infra.processes.control_groups import memory
 from infra.quantities import byte_size
 from infra.refusal import Refusal
-from infra.settings import ignored_gpu_bytes, visible_devices
+from infra.settings import ignored_gpu_bytes, mps_folder, visible_devices
 
 UNSEEN_BYTES = 2**30
 """More than a display takes on an idle GPU."""
@@ -308,8 +308,13 @@ def _read_gpu(handle: Any, handles: Sequence[Any], root: Path) -> Gpu:
 
 
 def _most_processes(handle: Any) -> int | None:
-    """How many processes may compute on a device at a time; None: any number, or the driver does not say."""
+    """How many processes may compute on a device at a time; None: any number, or the driver does not say.
+
+    Where NVIDIA's MPS runs, its server is the one process, and computes for any number.
+    """
     with suppress(pynvml.NVMLError):
+        if (mps_folder() / "control").exists():
+            return None
         mode = pynvml.nvmlDeviceGetComputeMode(_whole(handle))
         return {pynvml.NVML_COMPUTEMODE_PROHIBITED: 0, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: 1}.get(mode)
     return None

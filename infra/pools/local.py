@@ -137,9 +137,10 @@ def refuse_unknown_gpus() -> None:
 def check_left(gpus: Collection[str]) -> str:
     """Text to follow the number of `gpus`, which runs may lease: why they are not all of this machine's; else empty.
 
-    Raises Refusal where none of them is left, unless $CUDA_VISIBLE_DEVICES says that none is to be used.
+    Raises Refusal where none of them is left, unless $CUDA_VISIBLE_DEVICES says that none is to be used. Without a
+    driver, that variable says nothing.
     """
-    if visible_devices() == []:
+    if visible_devices() == [] or (read_gpus() is None and not permitted_gpus()):
         return ""
     refuse_unknown_gpus()
     why = left_out()

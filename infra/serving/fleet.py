@@ -261,10 +261,11 @@ class Fleet:
             self.controls[url].start(arguments)
         except (CalledProcessError, TimeoutExpired) as error:
             self._say(f"{url}: {error}; see {self._config.folder}/logs")
+            if isinstance(error, TimeoutExpired):
+                return "started"  # it may be on its way although its command hangs
             if step.kind == "stop":  # another one has failed when it is seen down
                 self.failed(url)
-            # A server that was down may be on its way although its command hangs.
-            return "started" if step.kind == "start" and isinstance(error, TimeoutExpired) else "failed"
+            return "failed"
         except Refusal as refusal:  # the others are followed all the same
             self._say(f"{url}: {refusal}")
             self.failed(url)

@@ -376,7 +376,7 @@ class DraftInService:
 
     def _is_gone(self, change: Change) -> bool:
         """Whether this is the withdrawal of a champion that was deleted in MLflow."""
-        return change.by == OUTSIDE and change.after is None and not self._exists(change.version)
+        return change.by == OUTSIDE and change.kind == "withdrawal" and not self._exists(change.version)
 
     def _announcement(self, change: Change) -> Announcement:
         def source(version: int | None) -> str | None:

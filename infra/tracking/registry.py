@@ -117,24 +117,12 @@ def register(
         made = client.create_model_version(
             name, f"models:/{model_id}", run_id, tags=tags, description=description, model_id=model_id
         )
-        version = _without_repetitions(client, made)
+        version = _version_of_run(client, name, tags.get(RUN)) or made
     versions = json.dumps([{"name": name, "version": str(version.version)}])
     # The version's own model: a repeated call may have logged another one.
     client.set_logged_model_tags(version.tags.get(MODEL_ID, model_id), {VERSIONS_OF_MODEL: versions, NOTE: description})
     _make_challenger(client, name, int(version.version))
     return _draft(client, name, int(version.version))
-
-
-def _without_repetitions(client: MlflowClient, made: ModelVersion) -> ModelVersion:
-    """The only version that a request made: MLflow's client repeats one whose answer was lost, and later versions of
-    the same run go."""
-    if not made.tags.get(RUN):
-        return made
-    same = [one for one in model_versions(client, str(made.name)) if one.tags.get(RUN) == made.tags[RUN]]
-    *later, first = same or [made]
-    for one in later:
-        client.delete_model_version(str(one.name), str(one.version))
-    return first
 
 
 def _that_fits(description: str) -> str:
@@ -187,9 +175,26 @@ def version_of_run(uri: str, name: str, run: str) -> RegisteredDraft | None:
 
 
 def _version_of_run(client: MlflowClient, name: str, run: str | None) -> ModelVersion | None:
-    if not run or get_model(client, name) is None:
+    """The version that a run registered, if it did.
+
+    MLflow's client repeats a request whose answer was lost, so there may be several: the first one stays, and any that
+    has an alias or was decided on.
+    """
+    if not run or (model := get_model(client, name)) is None:
         return None
-    return next((version for version in model_versions(client, name) if version.tags.get(RUN) == run), None)
+    same = sorted(
+        (version for version in model_versions(client, name) if version.tags.get(RUN) == run),
+        key=lambda version: int(version.version),
+    )
+    if len(same) < 2:
+        return next(iter(same), None)
+    used = {str(version) for version in model.aliases.values()}
+    used |= {str(decision.version) for decision in decisions(client, name)}
+    kept = [version for version in same if str(version.version) in used] or same[:1]
+    for version in same:
+        if version not in kept:
+            client.delete_model_version(name, str(version.version))
+    return kept[0]
 
 
 def list_drafts(uri: str, name: str | None = None) -> list[RegisteredDraft]:

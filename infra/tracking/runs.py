@@ -68,10 +68,7 @@ def start_run(
 def _created(
     client: MlflowClient, record: Path, uri: str, experiment: str, name: str, tags: Mapping[str, str]
 ) -> TrackedRun:
-    """A new run, which `record` remembers before anything else can fail: a second try goes on with it.
-
-    A run of the same folder whose creation was not answered is taken.
-    """
+    """A new run, which `record` remembers. A second try finds one whose creation was not answered by its folder."""
     experiment_of_run = experiment_id(client, experiment)
     if NOTE not in client.get_experiment(experiment_of_run).tags:
         client.set_experiment_tag(experiment_of_run, NOTE, EXPERIMENT_NOTE)

@@ -72,7 +72,6 @@ def test_secrets_are_hidden_and_nothing_else(setting: object, shown: object) -> 
         ("{'Set-Cookie': 'mlflow=ab; Path=/', 'x': 1}", "{'Set-Cookie': '***', 'x': 1}"),
         ({"headers": {"Cookie": "a=b", "Host": "c"}}, {"headers": {"Cookie": "***", "Host": "c"}}),
         ("sessionid=ab&x=1; JSESSIONID=cd", "sessionid=***&x=1; JSESSIONID=***"),
-        (f"session=eyJ1{'aB' * 10}.Zx-y; x=1", "session=***; x=1"),
         (f'{{"session_id": "{"0a" * 16}", "x": 1}}', '{"session_id": "***", "x": 1}'),
         ("https://hooks.slack.com/services/T0/B0/aBc is 404", "https://hooks.slack.com/services/*** is 404"),
         (
@@ -109,7 +108,7 @@ def test_secrets_are_hidden_however_they_are_written(text: object, shown: object
         "status_code=200, exit code=3",
         "Bearer authentication failed",
         "session=5 session_id=12 session: main, 3 sessions=of-a-long-name-without-digits cookie: a chocolate one",
-        "tmux session=draftsmith-quickstart num_sessions=4 session_timeout=86400",
+        "tmux session=draftsmith-quickstart num_sessions=4 session_timeout=86400 max_session=1234567890123456",
         "https://hooks.example.org/services/a https://discord.com/api/users/1 https://a.example/hooks/pre-commit",
         "https://docs.slack.com/messaging/webhooks and https://github.com/pre-commit/pre-commit-hooks/tree/v5.0.0",
         "password:\nuser: me",

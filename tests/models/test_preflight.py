@@ -13,6 +13,7 @@ import transformers
 from infra.doctor.cuda import WITHOUT_BFLOAT16
 from infra.files.run_folder import RunFolder
 from infra.pools.gpus import Gpu, Gpus
+from infra.pools.local import LocalPools
 from infra.records.data_path import TargetRecord
 from infra.refusal import Refusal
 from models import preflight
@@ -147,21 +148,26 @@ def test_an_environment_of_sglang_that_cannot_use_the_gpus_is_refused(tmp_path, 
     check_settings(run_of("LlamaForCausalLM", {}, [], tmp_path / "cpu"))
 
 
-T4, A100 = (Gpu(name, 2**34, 2**34, capability=kind) for name, kind in (("T4", (7, 5)), ("A100", (8, 0))))
+T4, A100 = (Gpu(name, 2**34, 2**34, uuid=name, capability=kind) for name, kind in (("T4", (7, 5)), ("A100", (8, 0))))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "changes", "refused"),
+    ("leasable", "changes", "refused"),
     [
-        ((T4,), [], r"T4 \(compute capability 7.5\) .* as training.precision and .* and generator.compute_dtype would"),
-        ((T4,), ["generator.compute_dtype=float32"], r"as training\.precision would: set training\.precision=float32"),
+        ((T4,), [], r"T4 \(compute capability 7.5\) .* of training.precision, .*, generator.compute_dtype: set"),
+        (
+            (T4,),
+            ["generator.compute_dtype=float32"],
+            r"the dtype of training\.precision: set training\.precision=float32",
+        ),
         ((T4,), list(WITHOUT_BFLOAT16), None),
         ((T4,), ["pools.kind=ray", "transport.kind=files", "transport.folder=/nowhere"], None),
         ((T4, A100), [], None),
     ],
 )
-def test_a_run_in_bfloat16_on_gpus_without_it_is_refused(gpus, changes, refused, tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "read_gpus", lambda: Gpus(gpus, "580.1", 13))
+def test_a_run_in_bfloat16_on_gpus_without_it_is_refused(leasable, changes, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "read_gpus", lambda: Gpus((T4, A100), "580.1", 13))
+    monkeypatch.setattr(preflight, "LocalPools", lambda: LocalPools(tuple(gpu.uuid for gpu in leasable)))
     pools = ["pools.inference_gpus=1", "pools.training_gpus=1", "generator.engine=transformers"]
     silent = [f"{name}=null" for name in ("training.precision", "generator.compute_dtype", "benchmark.compute_dtype")]
     run = run_of("LlamaForCausalLM", {}, [*pools, *silent, *changes], tmp_path)

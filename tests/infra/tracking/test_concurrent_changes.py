@@ -120,3 +120,13 @@ def test_a_version_that_serves_is_announced_though_its_record_was_replaced(
     assert DraftInService(uri, NAME).reconcile() is None
     assert outcomes(uri)[-1] == (2, "promoted", "ada")
     assert registry.champion(uri, NAME) == registry.find_version(uri, NAME, 2)
+
+
+def test_an_alias_that_is_set_while_a_deleted_champion_is_withdrawn_stays(uri: str) -> None:
+    service, client = DraftInService(uri, NAME), registry.connect(uri)
+    service.promote(2, by="alice", reason="hers")
+    client.delete_model_version(NAME, "2")
+    service._notice()  # interrupted here
+    client.set_registered_model_alias(NAME, registry.CHAMPION, "1")
+    service.reconcile()
+    assert service.promote(1, by="alice", reason="again").version == 1

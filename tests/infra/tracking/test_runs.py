@@ -81,6 +81,17 @@ def test_a_version_whose_registration_is_not_answered_is_one_version(
         (1, "run-1", ()),
     ]
     assert [one.version for one in drafts] == [1, 3, 3]
+    # No request was answered, and the process ended: one that people have decided on stays.
+    for alias in ("", "champion"):
+        model = connect(registry_uri).create_logged_model(run.experiment_id, "draft", run.run_id)
+        made = [
+            connect(registry_uri).create_model_version("draft-a", model.model_uri, tags={registry.RUN: f"lost{alias}"})
+            for _ in range(2)
+        ]
+        if alias:
+            connect(registry_uri).set_registered_model_alias("draft-a", alias, made[1].version)
+        again = registry.register(registry_uri, "draft-a", model.model_id, run.run_id, {registry.RUN: f"lost{alias}"})
+        assert again.version == int(made[bool(alias)].version)
 
 
 def test_a_run_that_was_deleted_is_restored_where_it_goes_on(tmp_path: Path, registry_uri: str) -> None:
