@@ -24,13 +24,13 @@ WHEELS := $(shell driver=$(or $(DRIVER),0); if [ $$driver = 0 ]; then echo cpu; 
     elif [ $$driver -lt $(LEAST_DRIVER) ]; then echo none; \
     elif [ $$driver -lt 580 ] || [ $(IS_OLD_GPU) ]; then echo cu126; else echo cu130; fi)
 endif
-# Printed before the installation: what of this machine Draftsmith cannot use, or was never run on.
+# Printed before the installation: what of this machine Draftsmith cannot use, or is untested on.
 KFD := /dev/kfd
 MACHINE := $(shell uname -m)
 NOTICE := $(if $(and $(filter cpu,$(WHEELS)),$(wildcard $(KFD))),\
     echo "Draftsmith cannot use this machine's AMD GPU: it computes on the CPU.";)\
     $(if $(filter-out x86_64,$(MACHINE)),\
-    echo "Draftsmith was never run on a processor like this one ($(MACHINE)): run make test first.";)
+    echo "Draftsmith is untested on a processor like this one ($(MACHINE)): run make test first.";)
 # With GPUDIRECT=1 samples arrive in the memory of the GPU, by RDMA; CUDA 13 only.
 MOONCAKE := $(if $(GPUDIRECT),mooncake-gpudirect,mooncake)
 # Every version is locked: an upgrade of a package that we never named must not break a first run. `make lock` renews.

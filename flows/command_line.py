@@ -118,8 +118,11 @@ def main() -> None:
             stream.reconfigure(errors="replace")
 
     def run() -> None:
-        check_working_folder()
-        app()
+        try:
+            app()
+        except (PermissionError, FileNotFoundError):
+            check_working_folder()  # it may be what is closed or gone: relative paths start there
+            raise
 
     try:
         run_main(run)

@@ -179,9 +179,10 @@ def _host_file(folder: Path) -> Path:
 
 def _other_host(folder: Path) -> str | None:
     """The other machine on which the stack was started, and has not ended as far as is noted."""
-    file = _host_file(folder)
-    host = file.read_text() if file.is_file() else None
-    return None if host == platform.node() else host
+    with suppress(FileNotFoundError):
+        host = _host_file(folder).read_text()
+        return None if host == platform.node() else host
+    return None
 
 
 def check_host(folder: Path, mounts: Path = Path("/proc/mounts")) -> None:
@@ -200,8 +201,8 @@ def check_host(folder: Path, mounts: Path = Path("/proc/mounts")) -> None:
     except Refusal:
         with suppress(LockHeldError), hold(folder / "lock"):
             raise Refusal(
-                f"the stack in {folder} was started on {host}, and nothing says that it ended there: give `draftsmith "
-                f"down` there; where that machine is gone, delete {file}"
+                f"the stack in {folder} was started on {host}, and nothing says that it ended there: run `draftsmith "
+                f"down` there; where that machine or container is gone, delete {file}"
             ) from None
 
 
@@ -363,7 +364,7 @@ def _up_already(folder: Path) -> Refusal:
         shown = "it is still starting"
     if host := _other_host(folder):
         return Refusal(
-            f"it is up already on {host}: {shown}; look at it there, or give Ctrl-C or `draftsmith down` there"
+            f"it is up already on {host}: {shown}; look at it there, or end it there by Ctrl-C or `draftsmith down`"
         )
     return Refusal(f"it is up already: {shown}; stop it by Ctrl-C, or what `up` started by `draftsmith down`")
 

@@ -1,8 +1,12 @@
 """The watch-traffic flow, scheduled every few minutes: reads served acceptance and tests it for drift. Needs no GPU."""
 
+from contextlib import suppress
+
 from prefect import flow
 
 from infra.drift.config import WatchConfig
+from infra.processes.process import ProcessFailedError
+from infra.refusal import Refusal
 from tasks.drift import (
     TargetChange,
     announce,
@@ -35,7 +39,9 @@ def watch_traffic(config: WatchConfig) -> str:
             else:
                 fresh = alarm.event == "drifted" and config.requests
                 look = announce(look, alarm, sample_requests(config, fresh) if fresh else None)
-    finally:
+    except ProcessFailedError:
         # Request logs that cannot be read end the flow, but hide nothing of what it found.
-        summary = show_traffic(look)
-    return summary
+        with suppress(Refusal):
+            show_traffic(look)
+        raise
+    return show_traffic(look)

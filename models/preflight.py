@@ -14,7 +14,7 @@ from threading import Event
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from infra.doctor.cuda import BFLOAT16, WITHOUT_BFLOAT16
+from infra.doctor.cuda import BFLOAT16
 from infra.doctor.cuda import sglang_environment as sglang_on_gpus
 from infra.files.run_folder import RunFolder
 from infra.ledger.database import check_server
@@ -191,10 +191,12 @@ def _check_arithmetic(config: RunConfig) -> None:
     leasable = LocalPools().gpus if inventory else ()
     gpus = [gpu for gpu in inventory.devices if gpu.uuid in leasable] if inventory else []
     if gpus and all(gpu.capability < BFLOAT16 for gpu in gpus):
-        gpu = gpus[0]
+        gpu, wanted = gpus[0], [f"{setting}=float32" for setting in half]
+        if "generator.compute_dtype" in half and config.generator.engine == "sglang":
+            wanted.append("generator.engine=transformers")  # SGLang's attention takes half precision only
         raise Refusal(
             f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]}) does not compute in bfloat16, "
-            f"the dtype of {', '.join(half)}: set {' '.join(WITHOUT_BFLOAT16)}"
+            f"the dtype of {', '.join(half)}: set {' '.join(wanted)}"
         )
 
 

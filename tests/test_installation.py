@@ -143,7 +143,7 @@ def test_the_version_of_glibc_is_compared_as_numbers(tmp_path: Path, version: st
         ("x86_64", False, "", ""),
         ("x86_64", True, "", "cannot use this machine's AMD GPU: it computes on the CPU."),
         ("x86_64", True, "580.65.06", ""),
-        ("aarch64", False, "", "never run on a processor like this one (aarch64)"),
+        ("aarch64", False, "", "untested on a processor like this one (aarch64)"),
     ],
 )
 def test_what_draftsmith_does_not_use_is_told(

@@ -50,7 +50,7 @@ def checks() -> tuple[Check, ...]:
          "set DRAFTSMITH_RUNS, DRAFTSMITH_CACHE or TMPDIR to a local disk; synchronise the clocks (chrony, NTP)"),
         ("cache folder", lambda: machine.disk(cached), larger_disk.format("DRAFTSMITH_CACHE")),
         ("GPUs", lambda: devices.gpus(gpus()),
-         "runs lease idle GPUs: install NVIDIA's driver, stop the processes on it (unseen: outside the container) "
+         "runs lease idle GPUs: install NVIDIA's driver, stop its processes (they may run outside this container) "
          "or allow them their memory (DRAFTSMITH_GPU_IGNORED_MIB), or switch MIG off (`nvidia-smi -mig 0`)"),
         ("torch build", lambda: cuda.torch_build(versions().get("torch"), gpus(), cuda.version_file()),
          f"{rebuild}, or update the driver"),

@@ -48,7 +48,7 @@ def processor(kind: str = platform.machine()) -> Finding:
     if kind == "x86_64":
         return judge(kind)
     if kind == "aarch64":
-        return judge("aarch64: every package has a build for it, but Draftsmith was never run on one", note=True)
+        return judge("aarch64: every package has a build for it, but Draftsmith is untested on it", note=True)
     return judge(f"{kind}: torch and other packages have no builds for it", problem=True)
 
 

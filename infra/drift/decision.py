@@ -79,7 +79,7 @@ def assess(
     if record.num_windows(draft.version) <= config.probation_windows and is_the_versions_fault(finding):
         return replace(finding, due=alarm, event="degraded")
     if alarm.ended <= record.announced(draft.version) + config.quiet_hours * 3600:
-        held = f"its alarm or a change of its target was announced, and for {config.quiet_hours:g} hours no other is"
+        held = f"it came within {config.quiet_hours:g} hours of an announced alarm or change of the target"
         return replace(finding, held=held)
     held = _not_yet(finding, alarm, record) or _passing(finding, newest)
     return replace(finding, held=held) if held else replace(finding, due=alarm, event="drifted")
@@ -87,9 +87,10 @@ def assess(
 
 def _not_yet(finding: DriftFinding, alarm: TrafficWindow, record: TrafficRecord) -> str:
     """Why an alarm waits for the champion's rollout; empty where most servers run it."""
-    leading, silent = record.leading, ", ".join(map(public, record.silent))
-    if leading is None or leading.version != finding.draft.version:
-        others = f"another version, or do not answer ({silent}), which are waited for for a day" if silent else ""
+    leading, version = record.leading, finding.draft.version
+    silent = ", ".join(public(url) for url in record.silent if record.servers[url].version != version)
+    if leading is None or leading.version != version:
+        others = f"another version, or have not answered for less than a day ({silent})" if silent else ""
         return f"most servers run {others or 'another version'}: retraining waits for the rollout"
     return "the alarm came while most servers ran another version" if alarm.ended <= leading.since else ""
 

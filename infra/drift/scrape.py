@@ -55,8 +55,8 @@ class Counters(Record):
     def since(self, before: "Counters") -> "Counters":
         """The increase since `before`. Counters that have become smaller belong to a server that was restarted."""
         increase = {name: count - getattr(before, name) for name, count in self}
-        # A difference of two counters, which a server may be read between.
-        unsure = max(0, increase.pop("unsure"))
+        # A difference of two counters, which a server may be read between; it was not always counted.
+        unsure = min(max(0, increase.pop("unsure")), increase["requests"])
         return self if min(increase.values()) < 0 else Counters(**increase, unsure=unsure)
 
     def plus(self, other: "Counters") -> "Counters":
@@ -65,7 +65,7 @@ class Counters(Record):
 
     @property
     def tokens(self) -> int:
-        """Emitted by verification steps, if each request had a first token: at least so many."""
+        """Emitted by verification steps, if each request had a first token; otherwise a lower bound."""
         return self.generated - self.requests
 
     @property

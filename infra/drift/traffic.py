@@ -21,10 +21,11 @@ from infra.records.data_path import Record
 KEEP_SERIES = 10
 """The versions that served last keep their series."""
 DAY_S = 86_400.0
+WEEK_S = 7 * DAY_S
 SILENT_S = DAY_S
 """A server that does not answer for longer runs nothing."""
-ADJOINING_S = 7 * DAY_S
-"""Windows of two versions adjoin if no more time lies between them: a week's end, or holidays, without requests."""
+ADJOINING_S = WEEK_S
+"""Windows of two versions adjoin if no more time lies between them: a weekend, or holidays, without requests."""
 MOST_S = DAY_S / 4
 """A window counts for no more of a day's service: it may have waited for requests through a night or a weekend."""
 
@@ -132,21 +133,32 @@ class Series(Record):
         return next((window for window in reversed(alarms) if window.ended > after), None)
 
     def without_mended_fall(self, test: DriftTest) -> "Series":
-        """The series without the fall that was made known last, once a day of service is back at the benchmark."""
-        least = (1 - test.fall / 2) * test.reference.length
-        if self.fallen_to is None or mean_length(self.last_day()) < least:
+        """The series without the fall that was made known last, once a week of service is back at the benchmark.
+
+        A weekend of easier requests mends nothing.
+        """
+        since = tuple(window for window in self.windows if window.began >= max(self.announced, default=0.0))
+        week = newest(since, WEEK_S)
+        if self.fallen_to is None or sum(window.service_s for window in week) < WEEK_S:
+            return self
+        if mean_length(week) < (1 - test.fall / 2) * test.reference.length:
             return self
         return self.model_copy(update={"fallen_to": None})
 
     def last_day(self) -> tuple[TrafficWindow, ...]:
         """The newest windows that show a day of service, weekends and other breaks left out; all, if they show less."""
-        shown = list(accumulate(window.service_s for window in reversed(self.windows)))
-        return self.windows[-1 - bisect_left(shown, DAY_S) :]
+        return newest(self.windows, DAY_S)
 
     def with_announced(self, window: TrafficWindow, newest: int | None = None) -> "Series":
         """The series in which the alarm of this window was made known, when `newest` was the newest version."""
         announced, fallen_to = (*self.announced, window.ended), mean_length(self.last_day())
         return self.model_copy(update={"announced": announced, "fallen_to": fallen_to, "newest_then": newest})
+
+
+def newest(windows: tuple[TrafficWindow, ...], service_s: float) -> tuple[TrafficWindow, ...]:
+    """The newest windows that show as much service; all, if they show less."""
+    shown = list(accumulate(window.service_s for window in reversed(windows)))
+    return windows[-1 - bisect_left(shown, service_s) :]
 
 
 @dataclass(frozen=True)
@@ -191,8 +203,8 @@ class ServerState(Record):
     """Whether this start was reported to run an unknown draft."""
     target: ReportedTarget | None = None
     """As it was at this start."""
-    seen: float = 0.0
-    """When it answered last."""
+    silent_since: float | None = None
+    """Time of the first of the last looks at which it did not answer; None: it answered."""
     unsure: bool = False
     """Whether its traffic since the look before is left out, because too many requests may have generated nothing."""
 
@@ -248,9 +260,10 @@ class TrafficRecord(Record):
             least_steps: verification steps that close a window.
         """
         servers = {
-            url: state.model_copy(update={"unsure": False})
+            url: state.model_copy(update={"unsure": False, "silent_since": since})
             for url, state in self.servers.items()
-            if url in scrape.silent and now - state.seen <= SILENT_S
+            if url in scrape.silent
+            and now - (since := now if state.silent_since is None else state.silent_since) <= SILENT_S
         }
         added: dict[ServedSeries, Counters] = {}
         for url, reading in scrape.readings.items():
@@ -283,7 +296,6 @@ class TrafficRecord(Record):
             version=version,
             lookahead=None if reading.uncounted else lookahead,
             counters=reading.counters,
-            seen=now,
             reported=before is not None and before.reported and before.swapped == reading.draft.swapped,
         )
 
@@ -306,8 +318,7 @@ class TrafficRecord(Record):
     @property
     def silent(self) -> list[str]:
         """Servers that did not answer at the last look, and are waited for."""
-        last = max((state.seen for state in self.servers.values()), default=0.0)
-        return sorted(url for url, state in self.servers.items() if state.seen < last)
+        return sorted(url for url, state in self.servers.items() if state.silent_since is not None)
 
     def _leading(self, servers: Mapping[str, ServerState], now: float) -> Leading | None:
         run = [state.version for state in servers.values()]

@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some of FUSE and SMB sync no folder
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some FUSE and SMB file systems cannot
             raise
     finally:
         os.close(descriptor)

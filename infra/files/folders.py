@@ -1,6 +1,7 @@
 """Folders that may not exist yet."""
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_working_folder() -> None:
-    """Raise Refusal where this user may not enter the working folder, or it is gone: all relative paths start there."""
+    """Raise Refusal where this user may not enter the working folder, or it is gone."""
     try:
         Path.cwd()
         Path().stat()
@@ -56,4 +57,5 @@ def owner_of(path: Path) -> str:
 
 def existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    # Below a folder that this user may not enter, Path.is_dir raises PermissionError.
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.isdir(path))

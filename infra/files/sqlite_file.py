@@ -30,11 +30,10 @@ def is_other_file(file: Path) -> bool:
 
 
 def check_writable(database: Path) -> None:
-    """Raise Refusal where this user may not write a database, or the write-ahead log beside it; one may be missing."""
+    """Raise Refusal where this user may not write a database, its write-ahead log or folder; each may be missing."""
     files = [database.with_name(f"{database.name}{suffix}") for suffix in ("", "-wal", "-shm")]
-    denied = [file for file in files if file.exists() and not os.access(file, os.W_OK)]
+    denied = [path for path in (*files, database.parent) if os.path.exists(path) and not os.access(path, os.W_OK)]
     if denied:
-        raise Refusal(
-            f"{denied[0]} belongs to {owner_of(denied[0])}, and this user may not write to it: have it given over: "
-            f"sudo chown {user_name()} {shlex.join(map(str, denied))}"
-        )
+        paths, own = shlex.join(map(str, denied)), denied[0].stat().st_uid == os.getuid()
+        remedy = f"make it writable: chmod u+w {paths}" if own else f"sudo chown {user_name()} {paths}"
+        raise Refusal(f"{denied[0]} belongs to {owner_of(denied[0])}, and this user may not write to it: {remedy}")

@@ -138,7 +138,7 @@ def test_a_stack_on_another_machine_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(ROOT)
     write_atomically(folder / "host", "login1")
     write_atomically(folder / "addresses", "Prefect  http://127.0.0.1:1\n")
-    with hold(folder / "lock"), pytest.raises(Refusal, match=r"it is up already on login1: Prefect .* give .* there"):
+    with hold(folder / "lock"), pytest.raises(Refusal, match=r"it is up already on login1: Prefect .* end it there"):
         CliRunner().invoke(app, ["up"], catch_exceptions=False)
 
 

@@ -60,7 +60,7 @@ def test_a_broken_driver_concerns_only_processes_that_leased_gpus(monkeypatch: p
 
 def test_a_slice_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def gpu(uuid: str, gib: int, slices: tuple[Gpu, ...] = ()) -> Gpu:
-        return Gpu("H100", gib * 2**30, gib * 2**30, uuid=uuid, slices=slices)
+        return Gpu("H100", gib * 2**30, gib * 2**30, uuid=uuid, mig=bool(slices), slices=slices)
 
     inventory = Gpus((gpu("GPU-1", 80, (gpu("MIG-1", 10),)), gpu("GPU-2", 80)), "580", 13)
     monkeypatch.setattr("models.devices.read_gpus", lambda: inventory)

@@ -198,6 +198,8 @@ def test_requests_that_may_have_generated_nothing_are_counted():
     assert Counters().is_sure
     before = found.model_copy(update={"unsure": 11})  # read between two counters of one request
     assert found.since(before) == Counters()
+    earlier = Counters(generated=3000, requests=20, steps=1190)  # when these were not told apart
+    assert found.since(earlier).unsure == 4
 
 
 def test_a_real_servers_counters():

@@ -31,6 +31,7 @@ def as_another_user() -> Iterator[None]:
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm"])
 def test_a_database_that_the_user_may_not_write_is_refused(suffix: str, public_folder: Path) -> None:
     database = public_folder / "mlflow.db"
+    public_folder.chmod(0o777)
     check_writable(database)
     for name in ("", "-wal", "-shm"):
         (public_folder / f"mlflow.db{name}").touch(0o666)
@@ -38,7 +39,8 @@ def test_a_database_that_the_user_may_not_write_is_refused(suffix: str, public_f
     denied = public_folder / f"mlflow.db{suffix}"
     denied.chmod(0o444)
     with as_another_user():
-        message = rf"{denied} belongs to {denied.owner()}, .* sudo chown {user_name()} {denied}$"
+        remedy = "chmod u\\+w" if denied.owner() == user_name() else f"sudo chown {user_name()}"
+        message = rf"{denied} belongs to {denied.owner()}, .* {remedy} {denied}$"
         with pytest.raises(Refusal, match=message):
             check_writable(database)
         finding = network.mlflow(f"sqlite:///{database}")
