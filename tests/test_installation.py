@@ -79,6 +79,7 @@ def made(
         ("580.65.06, 9.0", "torch===2.13.0", "sglang-cuda-lock.txt"),
         ("595.10, [N/A]\n595.10, [N/A]", "torch===2.13.0", "sglang-cuda-lock.txt"),
         ("550.54.15, 9.0", "torch==2.13.0+cu126", "SGLang needs CUDA 13: update NVIDIA's driver 550 to 580"),
+        ("580.65.06, 6.1\n580.65.06, 8.0", "torch===2.13.0", "sglang-cuda-lock.txt"),
         ("580.65.06, 7.0", "torch==2.13.0+cu126", "SGLang needs CUDA 13: it has no code for this GPU"),
         ("570.133.07, 12.0", "driver 570 is older than 580", "update NVIDIA's driver 570 to 580"),
         ("not a valid field\n470.256.02", "driver 470 is older than 525", "update NVIDIA's driver 470 to 580"),

@@ -313,9 +313,9 @@ def _most_processes(handle: Any) -> int | None:
     Where NVIDIA's MPS runs, its server is the one process, and computes for any number.
     """
     with suppress(pynvml.NVMLError):
-        if (mps_folder() / "control").exists():
-            return None
         mode = pynvml.nvmlDeviceGetComputeMode(_whole(handle))
+        if mode == pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS and (mps_folder() / "control").exists():
+            return None
         return {pynvml.NVML_COMPUTEMODE_PROHIBITED: 0, pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: 1}.get(mode)
     return None
 

@@ -178,3 +178,4 @@ def test_one_memory_holds_gpus_and_samples_once() -> None:
     full = unified.model_copy(update={"memory_bytes": make_plan(job).memory.total + unified.host_needs})
     (obstacle,) = (one for one in refusals(make_plan(full)) if "a trainer rank would need" in one.problem)
     assert "of the same memory" in obstacle.problem
+    assert obstacle.overrides == ("training.prefetch_steps=1",)

@@ -345,6 +345,11 @@ def test_a_gpu_whose_compute_mode_prohibits_its_use_is_left_alone(
     found = read_gpus()
     assert found is not None
     assert [gpu.most_processes for gpu in found.gpus] == [0, None, None, 1]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()  # NVIDIA's MPS is the one process
+    shared = read_gpus()
+    assert shared is not None
+    assert [gpu.most_processes for gpu in shared.gpus] == [0, None, None, None]
     with pytest.raises(PoolBusyError, match="GPU-aa has the compute mode Prohibited"):
         LocalPools(locks=tmp_path).acquire([PoolSpec("training", 2)], Owner("run", tmp_path))
 
