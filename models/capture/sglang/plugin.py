@@ -136,6 +136,10 @@ class Capture:
         rows = {request.rid: row for row, request in enumerate(batch.reqs) if request.rid in self._unfinished}
         self._writer.put(CapturedStep(rows, copy))
 
+    def goes_on(self, request: Any) -> bool:
+        """Whether a request is captured with its answer, and has not ended."""
+        return request.rid in self._unfinished and _answers(request) and not request.finished()
+
     def finish(self, request: Any) -> PendingReply | None:
         """Have a request written that was captured with its answer, and has ended; None for any other."""
         if request.rid not in self._unfinished or not _answers(request) or not request.finished():
@@ -186,7 +190,9 @@ def hold_replies(
             live.offer(request)
         if capture is not None and (reply := capture.finish(request)) is not None:
             note(request, reply)
-    original(streamer, [one for one in requests if not is_pending(one)], *arguments, **named)
+    # Parts of a captured answer wait too: its end leaves by another socket, and could arrive before them.
+    own = [one for one in requests if not is_pending(one) and not (capture is not None and capture.goes_on(one))]
+    original(streamer, own, *arguments, **named)
     for request in filter(is_pending, requests):
         _outbox(streamer.send_to_detokenizer).hold(original, streamer, request, *arguments, **named)
 

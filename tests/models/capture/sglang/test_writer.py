@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Queue
 from tempfile import mkdtemp
+from types import SimpleNamespace
 
 import pytest
 import torch
 from emulated_device import DEVICE, emulated_device
-from fake_engine import FakeRequest, decode, fake_scheduler, prefill
+from fake_engine import FakeRequest, FakeStreamer, decode, fake_scheduler, prefill
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,8 @@ from infra.config import TransportConfig
 from infra.files.run_folder import RunFolder
 from infra.records.data_path import CaptureReply, CaptureSpec
 from infra.transport.choice import open_transport, run_memory_folder
+from models.capture.sglang import plugin
+from models.capture.sglang.outbox import Outbox
 from models.capture.sglang.plugin import Capture
 from models.targets.hidden_states import HiddenStates
 from models.targets.layout import HiddenStateLayout
@@ -357,3 +360,24 @@ def test_a_server_of_users_makes_no_place_that_the_generator_does_not_see(
     assert not run_memory_folder(RunFolder(run)).exists()
     open_transport(config, RunFolder(run)).close()
     assert reply(FakeRequest("2", 5)).record is not None
+
+
+def test_no_part_of_a_captured_answer_leaves_before_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang sends every fifty tokens by a socket of its own, and the end, which leaves by ours, might overtake them."""
+    sent = Queue[tuple[str, str]]()
+
+    def stream(streamer: FakeStreamer, requests: list[FakeRequest], _return_logprob: bool) -> None:
+        for request in requests:
+            streamer.send_to_detokenizer.send_output(SimpleNamespace(rid=request.rid, customized_info=None))
+
+    monkeypatch.setattr(plugin, "_own_capture", lambda: engine.capture)
+    monkeypatch.setattr(plugin, "_outbox", lambda _: Outbox(lambda message, _: sent.put((message.rid, "ours"))))
+    streamer = FakeStreamer(SimpleNamespace(send_output=lambda message: sent.put((message.rid, "the engine's"))))
+    captured, another = FakeRequest("1", 3, max_new_tokens=4), FakeRequest("2", 3, None, max_new_tokens=4)
+    engine.run((captured, 0, 3), (another, 0, 3))
+    plugin.hold_replies(stream, streamer, [captured, another], False)
+    engine.decode((captured, 3))
+    captured.output_ids, captured.ended = [1, 2], True
+    plugin.hold_replies(stream, streamer, [captured], False)
+    assert [sent.get(timeout=300) for _ in range(2)] == [("2", "the engine's"), ("1", "ours")]
+    assert sent.empty()
