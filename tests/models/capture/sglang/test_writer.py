@@ -363,7 +363,7 @@ def test_a_server_of_users_makes_no_place_that_the_generator_does_not_see(
 
 
 def test_no_part_of_a_captured_answer_leaves_before_its_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang sends every fifty tokens by a socket of its own, and the end, which leaves by ours, might overtake them."""
+    """SGLang sends every fifty tokens by a socket of its own; the end, which leaves by ours, might overtake them."""
     sent = Queue[tuple[str, str]]()
 
     def stream(streamer: FakeStreamer, requests: list[FakeRequest], _return_logprob: bool) -> None:
